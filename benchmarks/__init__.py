@@ -1,1 +1,1 @@
-"""Benchmarks. Each is one command that prints one table."""
+"""All benchmarks. Each benchmark is one command, which prints one table."""

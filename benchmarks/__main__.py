@@ -1,4 +1,4 @@
-"""All benchmarks: `python -m benchmarks NAME`."""
+"""Lists all benchmarks, and runs one of them: `python -m benchmarks NAME`."""
 
 from __future__ import annotations
 

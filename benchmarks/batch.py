@@ -1,9 +1,9 @@
 """Measures large batch files: time, and the memory of gateway and jobs.
 
 A file goes through a gateway's `/v1/files` and `/v1/batches`, `promptq jobs` runs it, and a worker
-on the model-free engine answers: first a file with the most lines, then a file with about the most
-bytes in few lines. A peak is the largest resident memory of a process (VmHWM). If the jobs have
-several processes, the largest peak counts.
+on the model-free engine answers. The first file has as many lines as a file may have. The second
+file has about as many bytes as a file may have, in few lines. A peak is the largest resident memory
+of a process (VmHWM). If the jobs have several processes, the largest peak counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def write_lines(path: Path, count: int, num_bytes: int) -> None:
 
 
 class Peaks:
-    """The peak memory of a process and its descendants, also of those that have ended."""
+    """The largest peak memory (`largest`, in bytes) that one process of a tree of processes had.
+    Call `look` often: each call reads the peaks of the processes that run at that time."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -64,8 +65,8 @@ def family_of(pid: int) -> list[int]:
 
 
 def measure(source: Path, folder: Path) -> tuple[float, float, int, int, int]:
-    """Returns the seconds of the upload and of the run, and three peaks: of the gateway before and
-    after the upload, and of the jobs."""
+    """Upload the file `source`, and run it as a batch. Returns the seconds of the upload and of the
+    run, and three peaks in bytes: the gateway's before and after the upload, and the jobs'."""
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url
         environment = {

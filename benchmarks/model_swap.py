@@ -27,7 +27,8 @@ _AWAY_SECONDS = 2.0
 
 
 async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
-    """Returns the time and the queue of each token, up to the last of `num_changes` changes."""
+    """Returns the time (`time.perf_counter()`) and the queue of each token, up to the last of
+    `num_changes` changes."""
     arrived: list[tuple[float, str]] = []
 
     def note(queue: str) -> None:
@@ -57,10 +58,10 @@ async def arrivals(url: str, num_changes: int) -> list[tuple[float, str]]:
 
 
 def longest_gaps(arrived: list[tuple[float, str]]) -> list[float]:
-    """Returns the longest time without any token at each change from one model to the other.
+    """Returns the longest seconds without any token at each change from one model to the other.
 
     A change is over when a queue gets a token after some seconds without tokens. While one model is
-    drained, tokens of both may come.
+    drained, tokens of both queues may come.
     """
     gaps: list[float] = []
     last = {"a": float("-inf"), "b": float("-inf")}
@@ -75,7 +76,7 @@ def longest_gaps(arrived: list[tuple[float, str]]) -> list[float]:
 
 
 def read_seconds(model: Path) -> float:
-    """Returns how long reading the weights from the page cache into memory takes."""
+    """Returns the seconds in which the weights are read from the page cache into memory."""
     began = time.perf_counter()
     for file in model.glob("*.safetensors"):
         file.read_bytes()
@@ -83,7 +84,7 @@ def read_seconds(model: Path) -> float:
 
 
 def swapping(url: str, folder: Path, *, overlaps: bool) -> AbstractContextManager[object]:
-    """Runs a worker of both models that swaps them as often as it can."""
+    """Run a worker of both models that swaps them as often as it can."""
     models = [word for name in ("a", "b") for word in ("--model", str(folder / name))]
     queues = ("--queue", "a", "--queue", "b", "--redis", url)
     turns = ("--swap-least-seconds", _TURN_SECONDS, "--swap-longest-wait", _TURN_SECONDS)
@@ -92,7 +93,8 @@ def swapping(url: str, folder: Path, *, overlaps: bool) -> AbstractContextManage
 
 
 def main() -> None:
-    """Measure with both models in memory during a change, and with one at a time."""
+    """Measure once with both models in memory during a change, and once with one model at a
+    time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks swap", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="54m")
     parser.add_argument("--changes", type=int, default=6)

@@ -1,9 +1,9 @@
 """One of two checkouts that are measured in turns: two workers, and a client that sends requests.
 
-Run by `benchmarks.pairs` with the interpreter of the checkout: `pair_member.py REDIS_URL MODEL`. It
-uses only features that all releases since 0.2.0 have. Each line of input has a workload (`solo`,
-`burst`, `poisson` or `queue`), a seed, and for `poisson` the requests per second. Each line of
-output has the figures as JSON.
+`benchmarks.pairs` runs this file with the interpreter of the checkout: `pair_member.py REDIS_URL
+MODEL`. The file uses only features that all releases since 0.2.0 have. Each line of input has a
+workload (`solo`, `burst`, `poisson` or `queue`), a seed, and for `poisson` the requests per second.
+Each line of output has the figures as JSON.
 """
 
 from __future__ import annotations

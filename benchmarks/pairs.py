@@ -35,7 +35,7 @@ Figures = dict[str, float]
 
 
 class Member:
-    """One checkout's worker and client."""
+    """One checkout's workers and client, as processes."""
 
     def __init__(self, checkout: Path, url: str, model: Path) -> None:
         environment = {**os.environ, "PROMPTQ_SPECULATIVE_TOKENS": "0"}

@@ -1,1 +1,1 @@
-"""Makes the shipped model; not installed."""
+"""Makes the shipped model. The installed package does not contain this folder."""

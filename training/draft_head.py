@@ -1,9 +1,9 @@
 """Trains the shipped model's draft head: ``python -m training.draft_head``.
 
 The head predicts the token after the next one (multi-token prediction, DeepSeek-V3,
-https://arxiv.org/abs/2412.19437, section 2.2). It is a decoder layer like those of the model, and
-uses the model's embedding and output layer, which training does not change. Workers also apply the
-head to the head's output, so training does that, too. The targets are the model's own
+https://arxiv.org/abs/2412.19437, section 2.2). The head is a decoder layer like those of the model.
+It uses the model's embedding and output layer, which training does not change. Workers also apply
+the head to the head's output, so training does so, too. The targets are the model's own
 distributions, because a draft counts only if the model would have chosen it.
 """
 
@@ -38,7 +38,7 @@ FILE = Path("mtp", "model.safetensors")
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How the head is trained."""
+    """The settings of the head's training."""
 
     steps: int = 700
     warmup_steps: int = 20
@@ -132,8 +132,8 @@ def _fit(
 
 
 def rate_factor(step: int, plan: HeadPlan) -> float:
-    """Returns the factor of the learning rates. It rises linearly to 1 at the beginning, and falls
-    linearly to 0 at the end. So a longer training begins like a shorter one."""
+    """Returns the factor of the learning rates. The factor rises linearly to 1 at the beginning,
+    and falls linearly to 0 at the end. So a longer training begins like a shorter one."""
     return min(
         1.0,
         (step + 1) / plan.warmup_steps,

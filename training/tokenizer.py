@@ -24,9 +24,10 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, max_length: int
 ) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of at most ``vocab_size`` tokens, special ones included.
+    """Returns a tokenizer of at most ``vocab_size`` tokens, including the special tokens.
 
-    ``vocab_size`` has to leave room for the 256 bytes; ``max_length`` is the model's, in tokens.
+    ``vocab_size`` has to leave room for the 256 bytes. ``max_length`` is the model's length limit,
+    in tokens.
     """
     bpe = Tokenizer(BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -80,7 +80,11 @@ def _leave_torch_out() -> None:
 
 
 def run(settings: Sequence[WorkerSettings]) -> None:
-    """Run a worker with the settings of each model. Raises PromptqError."""
+    """Run a worker with the settings of each model, until a signal ends the worker.
+
+    If the settings name no Redis server and no `promptq up` runs, also runs a server. Raises
+    PromptqError.
+    """
     first = settings[0]
     if first.engine == NATIVE:
         _place_compute_threads()
@@ -101,7 +105,7 @@ def run(settings: Sequence[WorkerSettings]) -> None:
 
 
 def command() -> click.Command:
-    """Returns the command, with one option for each setting."""
+    """Returns the command `promptq worker`, with one option for each setting."""
 
     def callback(model: Sequence[str], queue: Sequence[str], **others: Any) -> None:
         run(_settings_of_each(model, queue, others))

@@ -1,9 +1,9 @@
 """Measures how long a cancelled request keeps its KV blocks.
 
 While a full batch of the shipped model decodes, a plain client sets the flag and publishes the
-message. This measures the delay, the time from then until the engine has freed the blocks. It also
-measures how many steps the engine completed during the delay, and how much longer the delay was
-than one step. Times are in milliseconds.
+message. The delay is the time from the message until the engine has freed the blocks. The benchmark
+measures the delay, and the number of steps that the engine completes during the delay. It also
+measures how much longer the delay is than one step. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Freed:
 
 
 class NotingEngine:
-    """An engine that records when each abort took effect."""
+    """Wraps an engine, and records when each abort took effect."""
 
     def __init__(self, engine: Any) -> None:
         self.freed_at: dict[int, float] = {}
@@ -55,14 +55,15 @@ class NotingEngine:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Returns the value that `share` of all values do not exceed."""
+    """Returns the value that a part `share` (0 to 1) of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 async def measure(
     url: str, settings: WorkerSettings, served: Served, num_cancels: int
 ) -> list[Freed]:
-    """Keep the batch full and cancel one request after another."""
+    """Keep the batch full, and cancel one request after another. Returns the delay of each
+    cancel."""
     request = Request.build({"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True})
     async with redis.asyncio.Redis.from_url(url) as client:
         engine = NotingEngine(served.engine)

@@ -2,7 +2,7 @@
 
 Two engines, with and without drafts, compute their steps in turns, so other load of the machine
 affects both. With one thread (OMP_NUM_THREADS=1), the figures are CPU time, which other load
-affects little. No two pairs share a prompt. The shipped model writes stories and answers, and
+affects little. Each pair of runs has new prompts. The shipped model writes stories and answers, and
 drafts with a head if its folder has one; the suite's 54M model runs all other workloads. A model
 with random weights soon repeats itself in a greedy answer. So if a prompt ends with the first
 tokens of its greedy answer, the rest of the answer repeats the prompt.
@@ -36,7 +36,7 @@ the token that followed them predicts nothing."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload: `batch` requests at once."""
+    """One workload: `batch` requests that run at the same time."""
 
     title: str
     batch: int
@@ -82,8 +82,8 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The figures of one engine. `seconds` are those of steps after the first token, when the
-    prompts are computed."""
+    """The figures of one engine. `seconds` is the time of all steps after the prompts were
+    computed."""
 
     outputs: dict[int, list[int]]
     seconds: float
@@ -92,7 +92,7 @@ class Measured:
 
 
 class Bench:
-    """Two engines of one model, and their requests."""
+    """Two engines of one model, which run the same requests with and without drafts."""
 
     def __init__(self, settings: WorkerSettings, seed: int) -> None:
         both = [build(settings) for _ in range(2)]
@@ -123,7 +123,8 @@ class Bench:
         most_drafted: list[int],
         num_output: int = OUTPUT,
     ) -> list[Measured]:
-        """Returns the figures of an engine for each of `most_drafted`."""
+        """Run the prompts on one engine for each number in `most_drafted`, the most drafts in a
+        step. Returns the figures of each engine."""
         engines = self._engines[: len(most_drafted)]
         before = [engine.stats for engine in engines]
         first_id, self._next_id = self._next_id, self._next_id + len(prompts)

@@ -1,11 +1,11 @@
-"""Compares formats of weights, ours and llama.cpp's, in turns.
+"""Compares promptq's formats of weights with llama.cpp's, in turns.
 
 All formats are loaded at the same time and measured in turns, so other load of the machine affects
 all of them. Nothing is drafted. A rate is measured between the first and the last token; "prompt"
 is the time to the first token after a prompt of 1,024 tokens. Ratios are medians of pairs. "What
 memory allows" is the rate at which weights, K and V could be read, as measured before and after
-each request. Each start is a separate process. "Memory" is what the process has added to its memory
-when it is ready, with an empty KV cache.
+each request. Each start is a separate process. "Memory" is how much the memory of a process grows
+while the process loads the model, with an empty KV cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Contender = Callable[[Workload], Outcome]
 
 
 def figure(workload: str, outcome: Outcome) -> float:
-    """Returns tokens a second, or for a prompt its seconds."""
+    """Returns tokens per second; for the workload `prompt`, the seconds to the first token."""
     traces = outcome.traces
     if workload == "prompt":
         return traces[0].events[0] - traces[0].submitted
@@ -71,7 +71,8 @@ def ours(shape: Shape, folder: Path, format: str) -> Contender:
 
 
 def theirs(stack: ExitStack, folder: Path, format: str) -> Contender:
-    """llama.cpp's server with one slot."""
+    """Start llama.cpp's server with one slot. Returns a function that runs a workload on the
+    server."""
     peer, port = PEERS / "llama", free_port()
     model = gguf_file(folder, peer / "gguf-py", format)
     words = llama_server.command(peer, model, port, 1, _LENGTH)
@@ -81,7 +82,8 @@ def theirs(stack: ExitStack, folder: Path, format: str) -> Contender:
 
 
 def bytes_of_step(shape: Shape, format: str, workload: Workload) -> float:
-    """Returns the bytes that our average decode step reads for the one request of `workload`."""
+    """Returns the bytes that promptq's average decode step reads for the one request of
+    `workload`."""
     [request] = workload.requests
     length = len(request.prompt) + request.num_output // 2
     embedding = VOCAB_SIZE * shape.hidden
@@ -132,7 +134,8 @@ def measure_all(shape: Shape, folder: Path, rounds: int, bursts: int) -> None:
 
 
 def start(folder: Path, format: str) -> None:
-    """Load in this process, and print the time and the added memory."""
+    """Load the model in this process, and print the seconds and the added bytes of memory as
+    JSON."""
     import promptq.worker.engine.runner.load_runner  # noqa: F401  # the libraries, before
 
     before, began = _resident_bytes(), time.perf_counter()

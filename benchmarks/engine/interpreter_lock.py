@@ -81,7 +81,8 @@ SIDES = {"nobody": nobody, "a thread": thread, "a process": process}
 
 
 def rate(engine: Engine, first_id: int, batch: int, tell: Tell) -> float:
-    """Returns the tokens a second of a full batch that decodes."""
+    """Returns the tokens per second of a full batch that decodes. Calls `tell` with the number of
+    tokens of each step."""
     draw = random.Random(first_id)
     for place in range(batch):
         prompt = [draw.randint(1, VOCAB_SIZE - 2) for _ in range(PROMPT)]

@@ -1,10 +1,11 @@
 """Compares vLLM's server alone with the same server behind a worker, in turns.
 
-Bursts of the batch's size go to the same server in turns, in alternating order. All bursts have the
-same lengths and different tokens, so the prefix cache has no prompt of an earlier burst. Other load
-of the machine affects both, and differences between two starts of a server affect neither. Each
-ratio is the worker's figure divided by the figure of HTTP alone. With `--schema`, the server masks
-all tokens, and HTTP sends the schema as vLLM's own field.
+Bursts of the batch's size go to the same server in alternating order: directly over HTTP, and
+through a worker. All bursts have the same lengths and different tokens, so the prefix cache has no
+prompt of an earlier burst. Other load of the machine affects both kinds of bursts, and differences
+between two starts of a server affect neither. Each ratio is the worker's figure divided by the
+figure of direct HTTP. With `--schema`, the server masks all tokens, and direct HTTP sends the
+schema as vLLM's own field.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _FIGURES = ("tokens_per_second", "first_token_p50", "first_token_p95")
 async def measure(
     streams: Mapping[str, Stream], shape: Shape, pairs: int, shorten: int
 ) -> dict[str, list[Figures]]:
-    """Returns the figures of both ways, by name."""
+    """Send `pairs` bursts to each of the `streams`. Returns the figures of each burst, by the name
+    of the stream."""
     found: dict[str, list[Figures]] = {name: [] for name in streams}
     for number in range(-1, pairs):  # the first one warms up
         names = list(streams) if number % 2 else list(streams)[::-1]

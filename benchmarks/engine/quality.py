@@ -1,9 +1,9 @@
 """Measures what quantization costs: perplexity, and greedy tokens that change.
 
-The engine reads the same texts in each format. The perplexity is that of the texts' tokens. At each
-position, the greedy token is the likeliest one; "same" is the share of positions where the greedy
-token is the same as in bf16. The shipped model reads documents that its training did not see, and a
-random model reads texts that it wrote in bf16 at temperature 1.
+The engine reads the same texts in each format. Perplexity is computed over all tokens of the texts.
+At each position, the greedy token is the likeliest one. "same" is the share of positions where the
+greedy token is the one of bf16. The shipped model reads documents that its training did not see,
+and a random model reads texts that it wrote in bf16 at temperature 1.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Measures how much a worker slows down other clients of its inference server.
 
-Three phases take turns: clients that call the server directly (the foreground), a full queue behind
-a worker, and both together. Each foreground request has a new prompt. The phase of both comes after
-that of the foreground. The phase of the queue alone begins when the worker uses all slots, five
-minutes after the foreground. Each ratio divides a figure of both by that of one alone: the
-foreground's time to its first token, and the queue's tokens per second.
+Three phases take turns. In the first, clients call the server directly (the foreground). In the
+second, the foreground and a full queue behind a worker use the server together. In the third, only
+the queue uses the server; this phase begins when the worker uses all slots, five minutes after the
+foreground's last call. Each foreground request has a new prompt. The figures are the foreground's
+time to the first token, and the queue's tokens per second. Each ratio divides a figure of the
+second phase by the figure of the first or third phase.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _LEAST_VOCABULARY = 2000
 
 @dataclass
 class Phase:
-    """Seconds to each first token of the foreground, and the queue's tokens per second."""
+    """The results of one phase: the seconds to the first token of each foreground request, and the
+    queue's tokens per second."""
 
     first_tokens: list[float] = field(default_factory=list)
     tokens_per_second: float = 0.0
@@ -58,7 +60,7 @@ class Bench:
     random: random.Random
 
     async def foreground(self) -> list[float]:
-        """Calls the server once in `--every` seconds. Returns the seconds to each first token."""
+        """Call the server once every `--every` seconds. Returns the seconds to each first token."""
         loop = asyncio.get_running_loop()
         begin, calls = loop.time(), []
         for number in range(self.options.requests):
@@ -85,7 +87,7 @@ class Bench:
 
     @asynccontextmanager
     async def queue(self) -> AsyncIterator[None]:
-        """Keeps the queue full, and cancels its requests at the end."""
+        """Inside this context, keep the queue full. At the end, cancel the queue's requests."""
         ids: list[str] = []
 
         async def fill(client: AsyncClient) -> None:

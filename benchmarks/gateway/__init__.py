@@ -1,1 +1,1 @@
-"""Measures the gateway's delay of a token, with a load, a bare relay and an attacker."""
+"""Measures the delay that the gateway adds to a token, with a bare relay for comparison."""

@@ -2,9 +2,9 @@
 
 Workers on the model-free engine make tokens at a fixed rate. A process that subscribes to all
 channels records when Redis publishes each event. Another process, with bare HTTP clients, records
-when the event's bytes arrive. Both only record times, which are evaluated afterwards. The
-difference is the delay of the gateway and a socket. Each load has several workers, so that their
-steps do not come all at once. Times are in milliseconds.
+when the event's bytes arrive. The recorded times are evaluated after the streams. The difference is
+the delay of the gateway and a socket. Each load has several workers, so that their steps do not end
+at the same time. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PacedRunner(ModelFreeRunner):
 
 
 def serve(url: str, load: Load) -> None:
-    """Runs one of the load's workers until the process is ended."""
+    """Run one of the load's workers until the process is ended."""
     configure_logs("warning", "auto")  # nobody reads its output
     slots = -(-load.num_streams // load.num_workers)
     num_blocks = slots * (load.num_tokens // _BLOCK_SIZE + 2)
@@ -146,7 +146,7 @@ def observe(url: str, file: Path) -> None:
 
 
 class HttpClient(asyncio.Protocol):
-    """An HTTP client of one stream."""
+    """An HTTP client of one stream. `noted` has the bytes received so far, with their times."""
 
     def __init__(self, secret: str, payload: bytes, finished: asyncio.Semaphore) -> None:
         self.noted: Noted = []
@@ -169,7 +169,8 @@ class HttpClient(asyncio.Protocol):
 
 
 async def ask(ports: Sequence[int], share: Load, secret: str) -> list[HttpClient]:
-    """Reads all streams, a share from each port, from the first to the last byte."""
+    """Open `share.num_streams` streams at each port, and read all streams to the end. Returns their
+    clients. `secret` is an API key."""
     loop, finished = asyncio.get_running_loop(), asyncio.Semaphore(0)
     fields = {"prompt": "Hi", "stream": True, "max_tokens": share.num_tokens}
     payload = json.dumps(fields).encode()
@@ -185,12 +186,12 @@ async def ask(ports: Sequence[int], share: Load, secret: str) -> list[HttpClient
 
 
 def read_noted(file: Path) -> Noted:
-    """Reads the notes of `observe`."""
+    """Returns the times and bytes that `observe` has written to `file`."""
     return [(at, data.encode("latin-1")) for at, data in json.loads(file.read_text())]
 
 
 def published_times(noted: Noted) -> Times:
-    """Returns the time at which each event was published."""
+    """Returns the `time.monotonic()` at which each event was published."""
     times: Times = {}
     reader = hiredis.Reader()
     for at, data in noted:
@@ -204,8 +205,8 @@ def published_times(noted: Noted) -> Times:
 
 
 def arrival_times(clients: list[HttpClient]) -> Times:
-    """Returns the time at which each event's last byte arrived. Raises RuntimeError for an answer
-    that is no stream."""
+    """Returns the `time.monotonic()` at which each event's last byte arrived. Raises RuntimeError
+    for an answer that is no stream."""
     times: Times = {}
     for client in clients:
         whole = b"".join(data for _, data in client.noted)
@@ -227,7 +228,8 @@ class Measured:
 
 
 def measure(commands: Sequence[Sequence[str]], load: Load) -> Measured:
-    """Start processes that share the load's streams, and measure the streams through them."""
+    """Start the processes of `commands` (gateways or relays), which share the load's streams.
+    Returns their delay of each token, CPU time and memory."""
     this, described = "benchmarks.gateway", json.dumps(asdict(load))
     share = replace(load, num_streams=load.num_streams // len(commands))
     with ExitStack() as stack:

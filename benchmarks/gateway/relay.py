@@ -1,9 +1,9 @@
-"""The least that can stand between Redis and a client: `python -m benchmarks.gateway.relay URL`.
+"""A minimal relay between Redis and HTTP clients: `python -m benchmarks.gateway.relay URL`.
 
 One connection brings the events of all streams. The relay passes each event on unchanged, in one
-write: without catching up, without chunks of an API, without bounds. So its delay of a token shows
-what the machine costs, without the gateway. It has only the endpoints that `benchmarks.gateway`
-uses.
+write. The relay does not read missed events, has no API's format and no limits. So its delay of a
+token shows what the machine costs, without the gateway. The relay has only the endpoints that
+`benchmarks.gateway` uses.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Server(asyncio.Protocol):
 
 
 async def serve(url: str) -> None:
-    """Serves until the process is ended."""
+    """Serve until the process is ended. Prints the address."""
     loop, host = asyncio.get_running_loop(), urlsplit(url)
     async with AsyncClient(url) as client:
         relay = Relay(client)

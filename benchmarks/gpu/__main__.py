@@ -3,9 +3,9 @@
 Needs PyTorch, Triton and transformers. First the kernels are compared with references, and whole
 models with `generate`. Then a random 8B model of Qwen3's shape is compared with the device's
 limits, with transformers' continuous batching and, where it is installed, with vLLM. At the end a
-table compares the figures with their targets. With `--fewer-bits` the model is measured in other
-formats instead, in about three minutes. With `--tiny --device cpu` all of it runs on a small model,
-in Triton's interpreter, to try the script itself.
+table compares the figures with their targets. With `--fewer-bits`, the model is measured in other
+formats instead, in about three minutes. With `--tiny --device cpu`, the whole program runs on a
+small model, in Triton's interpreter, to try the program itself.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Report:
             self._path.write_text(json.dumps(self.figures, indent=1))
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Runs a part and returns its result. If the part fails, records the failure and returns
-        None, so that other parts still run."""
+        """Run a part, and return its result. If the part fails, record the failure and return None,
+        so that the other parts still run."""
         if time.perf_counter() - self.started > self._seconds:
             print(f"{name}: no time left")
             return None
@@ -117,7 +117,8 @@ class Report:
         return result
 
     def want(self, name: str, wanted: float) -> None:
-        """Add a row to the table, even if the figure is never measured."""
+        """Set the target of a figure. The table then has a row for the figure, even without a
+        measurement."""
         self.table[name] = (wanted, None, "no time left, or an error above")
 
     def reach(self, name: str, figure: float | None, why_none: str = "") -> None:
@@ -152,8 +153,8 @@ def device_of(name: str) -> torch.device:
 
 
 def are_right(report: Report, checks: dict[str, Callable[[], str]], whatever: bool) -> bool:
-    """Runs the checks. Returns whether to measure, because the speed of code with wrong results
-    does not matter. With `whatever`, failed checks do not count."""
+    """Run the checks. Returns whether to measure, because the speed of code with wrong results does
+    not matter. With `whatever`, failed checks do not count."""
     for name, check in checks.items():
         result = report.part(name, check)
         if result is not None:
@@ -292,7 +293,8 @@ def measure(
 def measure_serving(
     report: Report, loaded: LoadedModel, size: Size, device: torch.device
 ) -> dict[int, float]:
-    """Measures the engine under load. Returns tokens a second by the number of requests at once."""
+    """Measure the engine under load. Returns tokens per second by the number of requests at
+    once."""
     from benchmarks.gpu import serving
 
     served = report.part("serving", lambda: serving.Serving(loaded, size, device))
@@ -347,7 +349,8 @@ def measure_steps(report: Report, bench: Bench, ceilings: Ceilings, repeats: int
 
 
 def say_all(report: Report, figures: list[Figure] | None) -> None:
-    """Reports figures. If a figure's name begins with a row's name, it belongs to that row."""
+    """Report figures. If a figure's name begins with the name of a table row, the figure belongs to
+    the row."""
     for figure in figures or []:
         share = figure.share_of_floor
         text = f"{figure.took:.3f} ms"

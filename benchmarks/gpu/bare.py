@@ -1,7 +1,7 @@
 """Replaces classes that need pydantic, on a machine that has only PyTorch and transformers.
 
-The engine expects checked requests and does not check them again, so plain classes suffice. They
-have the fields that the engine reads, with values that request no feature.
+The engine expects checked requests and does not check them again, so plain classes suffice. The
+plain classes have the fields that the engine reads, with values that request no feature.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class TokenLogprob:
 
 
 def stand_in() -> None:
-    """Put these classes in place of the real ones, unless those can be imported."""
+    """Put this module's classes in place of the real classes, if the real ones cannot be
+    imported."""
     if find_spec("pydantic") is not None:
         return
     stand_ins = {

@@ -39,8 +39,8 @@ class Case:
 
     `step` lists each sequence's context after the step, and its number of rows in the step. Decodes
     come first, in descending order of context, then chunks of prompts. `shared` has, for a
-    sequence, the earlier sequence with which it shares whole blocks, and the number of shared
-    positions. The cache keeps K and V in the dtype `kept`, which holds their numbers exactly.
+    sequence, the earlier sequence that has the same first blocks, and the number of shared
+    positions. The cache keeps K and V in the dtype `kept`, without rounding.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class Case:
         )
 
     def attend(self, backend: AttentionBackend, scoring: Scoring) -> torch.Tensor:
-        """Returns [T, num_heads, value_size]. New tensors of the backend begin as NaN."""
+        """Returns the attention that `backend` computes, [T, num_heads, value_size]. New tensors of
+        the backend begin as NaN."""
         with poisoned_memory():
             return backend.attend(
                 self.query,
@@ -139,7 +140,8 @@ class Case:
             )
 
     def expected(self, scoring: Scoring) -> torch.Tensor:
-        """Computes attention in fp64, each sequence by itself, straight from the definition."""
+        """Returns attention in fp64, [T, num_heads, value_size], computed for each sequence
+        separately by the definition."""
         outputs = []
         first_key = 0
         starts = self.layout.query_starts
@@ -198,7 +200,8 @@ def random_weight(
     *,
     has_offsets: bool,
 ) -> QuantizedWeight:
-    """Returns a random weight. Without a group, an output has one scale."""
+    """Returns a random weight [outputs, inputs]. `group` numbers of a row share a scale; without a
+    group, each row has one scale."""
     generator, group = _generator(seed, device), group or inputs
     shape = outputs, -(-inputs * bits // 8)
     numbers = torch.randint(0, 256, shape, generator=generator, device=device, dtype=torch.uint8)
@@ -221,13 +224,15 @@ def _generator(seed: int, device: torch.device) -> torch.Generator | None:
 
 
 def off_by(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the norm of the difference over that of `expected`; NaN if any value is NaN."""
+    """Returns the norm of the difference, divided by the norm of `expected`; NaN if any value is
+    NaN."""
     return float((output.double() - expected).norm() / expected.norm())
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new tensors with NaN, so that reads of unwritten memory show."""
+    """Inside this context, new tensors are filled with NaN, so that a read of unwritten memory
+    gives NaN."""
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -84,7 +84,8 @@ EXPERTS = [None, *PRODUCTS]
 
 
 def check_kernels(device: torch.device, *, tiny: bool) -> str:
-    """Checks attention. Raises AssertionError that names all wrong cases, with their seed."""
+    """Check attention in all cases. Returns a summary. Raises AssertionError that names all wrong
+    cases and the seed."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     cases = TINY_CASES if tiny else CASES
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < HAS_FP8:
@@ -114,7 +115,8 @@ def check_kernels(device: torch.device, *, tiny: bool) -> str:
 
 
 def check_products(device: torch.device, *, tiny: bool) -> str:
-    """Checks products with weights of few bits. Raises AssertionError that names all wrong ones."""
+    """Check products with weights of few bits. Returns a summary. Raises AssertionError that names
+    all wrong cases."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     generator = torch.Generator().manual_seed(seed)
     wrong: list[str] = []
@@ -148,8 +150,8 @@ def check_products(device: torch.device, *, tiny: bool) -> str:
 
 
 def check_experts(device: torch.device, *, tiny: bool) -> str:
-    """Checks products with the weights of experts, for few rows and for many, and the choice of
-    experts. Raises AssertionError that names all wrong ones."""
+    """Check the choice of experts, and products with the experts' weights for few and for many
+    rows. Returns a summary. Raises AssertionError that names all wrong cases."""
     seed, worst = secrets.randbelow(1 << 31), 0.0
     generator = torch.Generator().manual_seed(seed)
     wrong: list[str] = []
@@ -246,8 +248,8 @@ def _check_fp8_heads(device: torch.device, seed: int) -> None:
 
 
 def check_models(device: torch.device, *, tiny: bool) -> str:
-    """Checks whole models in fp32: requests that join a batch must get the greedy tokens of
-    `generate`."""
+    """Check whole models in fp32: requests that join a batch must get the greedy tokens of
+    `generate`. Returns a summary. Raises AssertionError."""
     seed = secrets.randbelow(1 << 31)
     generator = torch.Generator().manual_seed(seed)
     prompts = [
@@ -294,7 +296,7 @@ def run(
     num_tokens: int,
     params: SamplingParams = GREEDY,
 ) -> list[list[int]]:
-    """Returns outputs of a fixed length. All requests are added at once."""
+    """Add all requests at once, and return their outputs, which have `num_tokens` tokens each."""
     outputs: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
         engine.add(

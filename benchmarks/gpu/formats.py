@@ -1,4 +1,4 @@
-"""Builds the measured model with weights, or K and V, of fewer bits. Its numbers are random."""
+"""Builds the measured model with random weights of fewer bits, or with K and V of fewer bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from promptq.worker.engine.quantization.modules import FewBits, quantize_model
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A number format of the model. None: bf16."""
+    """A number format of the model. The default values mean bf16."""
 
     bits: int | None = None
     """Bits of a weight: 8 or 4, as integers."""
@@ -46,14 +46,15 @@ FORMATS = {
 
 
 def check(size: Size, device: torch.device) -> CheckedModel:
-    """Checks the model like a worker's start."""
+    """Build the model, and run the checks of a worker's start. Returns the result without the
+    weights."""
     loaded = models.build(size, device)
     checked = check_model(loaded, [TritonPaged()], size.max_length)
     return replace(checked, modules=[], decoder=FusedDecoder)  # the model itself can go
 
 
 def build(name: str, checked: CheckedModel, size: Size, device: torch.device) -> Bench:
-    """Builds the `checked` model in another format."""
+    """Build the `checked` model again, in the format `name`."""
     wanted, loaded, specs = FORMATS[name], models.build(size, device), checked.specs
     quantize(loaded.model, wanted, device)
     if wanted.has_fp8_cache:
@@ -62,7 +63,7 @@ def build(name: str, checked: CheckedModel, size: Size, device: torch.device) ->
 
 
 def quantize(model: PreTrainedModel, wanted: Format, device: torch.device) -> None:
-    """Give the model random weights of this format."""
+    """Replace the model's weights by random weights of this format."""
     head = model.get_output_embeddings()
     saved: dict[str, FewBits] = {}
     for place, module in model.named_modules():

@@ -42,8 +42,9 @@ def measure_decode(
     repeats: int,
     compiled: bool = False,
 ) -> list[Figure]:
-    """Measures decode steps, launched directly and as padded graphs, and compares them with the
-    time of reading memory. With `compiled`, measures only the first kind of step."""
+    """Measure decode steps, launched directly and as padded graphs, and compare them with the time
+    of reading memory. With `compiled`, measure compiled layers, and only the first of the decode
+    steps."""
     launched = "without graph" if compiled else "eager"
     figures = []
     with bench.layers(compiled=compiled) as model:
@@ -62,7 +63,7 @@ def measure_decode(
 
 @torch.inference_mode()
 def measure_kernels(bench: Bench, contexts: list[int]) -> list[KernelTime]:
-    """Measures the kernels of a decode step that is replayed as a graph."""
+    """Measure the kernels of a decode step that is replayed as a graph."""
     step = bench.step(contexts, 1)
     rows = torch.arange(len(contexts), device=bench.device)
     with bench.layers(compiled=False) as model:
@@ -80,8 +81,8 @@ def decode_floor(bench: Bench, ceilings: Ceilings, contexts: list[int]) -> float
 def measure_prefill(
     bench: Bench, ceilings: Ceilings, *, repeats: int, compiled: bool = False
 ) -> list[Figure]:
-    """Measures a step of whole prompts, and compares it with the time of its products at the matrix
-    rate."""
+    """Measure a step of whole prompts, and compare it with the time that its matrix products take
+    at the device's highest rate."""
     size = bench.size
     step = bench.step([size.prompt] * size.prompts, size.prompt)
     rows = step.sampled
@@ -105,7 +106,7 @@ def measure_format(
     *,
     repeats: int,
 ) -> list[Figure]:
-    """Measures decodes and a prefill of the model in another format."""
+    """Measure decodes and a prefill of the model in another format."""
     bench = formats.build(name, checked, size, device)
     figures = measure_decode(bench, ceilings, repeats=repeats)
     [prefill] = measure_prefill(bench, ceilings, repeats=repeats)
@@ -119,7 +120,7 @@ def measure_format(
 def measure_attention(
     size: Size, ceilings: Ceilings, device: torch.device, *, repeats: int
 ) -> list[Figure]:
-    """Measures one layer's attention alone, compared with torch's for packed sequences."""
+    """Measure one layer's attention alone, and torch's attention for packed sequences."""
     shape = Shape(size.heads, size.kv_heads, size.head_size, size.head_size, BLOCK_SIZE)
     figures = []
     for kind, step in (

@@ -32,7 +32,8 @@ SEED = 5
 
 
 class PaddedModel(GraphedModel):
-    """Runs the same padded steps on the same buffers, on a GPU as graphs."""
+    """Runs steps that are padded to one size, on fixed buffers. On a GPU, each kind of step is a
+    graph."""
 
     def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
         if device.type == "cuda":
@@ -72,7 +73,8 @@ class Size:
 
     @property
     def products(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's products: QKV, output, gate and up, down."""
+        """The (inputs, outputs) of each matrix product of a layer: QKV, output, gate and up,
+        down."""
         query, kv = self.heads * self.head_size, self.kv_heads * self.head_size
         return [
             (self.hidden, query + 2 * kv),
@@ -87,7 +89,8 @@ class Size:
 
     @property
     def decodes(self) -> dict[str, list[int]]:
-        """The contexts of the decode steps that are measured, by name."""
+        """The contexts of the measured decode steps, in tokens for each sequence, by the name of
+        the step."""
         steps = {
             f"{batch} of length {self.context}": [self.context] * batch
             for batch in (self.batch, *self.batches)
@@ -140,8 +143,8 @@ def build(size: Size, device: torch.device) -> LoadedModel:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Returns the bytes of the weights that each step reads: all except the input embedding, of
-    which it reads a few rows."""
+    """Returns the bytes of the weights that each step reads: all except the input embedding,
+    because a step reads only a few of its rows."""
     read = [*model.parameters()]
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
@@ -179,8 +182,8 @@ class Bench:
 
     @contextmanager
     def layers(self, *, compiled: bool) -> Iterator[Model]:
-        """Yields the model as it is served, or the library's modules, compiled inside the block.
-        Raises RuntimeError if they cannot be compiled."""
+        """Context with the model as it is served. With `compiled`, the context has the library's
+        modules, compiled, instead. Raises RuntimeError if the modules cannot be compiled."""
         if not compiled:
             yield self.model
             return
@@ -197,7 +200,7 @@ class Bench:
             model.undo()
 
     def graphed(self, model: Model, batch: int) -> PaddedModel:
-        """Returns the model with graphs for the measured batch."""
+        """Returns the model with a padded step of `batch` sequences, which is a graph on a GPU."""
         return PaddedModel(
             model,
             [StepKind(batch)],
@@ -208,8 +211,8 @@ class Bench:
         )
 
     def step(self, contexts: list[int], num_tokens: int) -> PackedStep:
-        """Returns a step of the last `num_tokens` of sequences of these lengths. Their blocks are
-        scattered over the cache."""
+        """Returns a step of the last `num_tokens` tokens of sequences with these lengths. The
+        sequences' blocks are scattered over the cache."""
         generator = torch.Generator().manual_seed(SEED)
         blocks = torch.randperm(self.cache.num_blocks, generator=generator).tolist()
         shares = []

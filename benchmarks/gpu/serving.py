@@ -62,7 +62,7 @@ class Serving:
         self._runner = runner_of(loaded, options)
 
     def rate(self, count: int, params: SamplingParams = GREEDY) -> float:
-        """Returns output tokens a second for `count` requests that come at once."""
+        """Returns output tokens per second for `count` requests that come at once."""
         size = self._size
         run(self._engine(), random_prompts(size, count, SEED), 2, params)
         wait(self._device)
@@ -72,7 +72,8 @@ class Serving:
         return sum(map(len, outputs)) / (time.perf_counter() - started)
 
     def poisson(self, tokens_per_second: float) -> Latencies:
-        """Measures requests that arrive at random, at LOAD of this rate of output tokens."""
+        """Measure requests that arrive at random, with LOAD times `tokens_per_second` output tokens
+        in a second."""
         size, engine = self._size, self._engine()
         chance = random.Random(SEED)
         rate = LOAD * tokens_per_second / size.request_output
@@ -105,8 +106,9 @@ class Serving:
         return found
 
     def long_guest(self) -> tuple[float, float, float]:
-        """Measures a long prompt beside decodes. Returns three times in seconds: of a step of
-        decodes alone, of the longest step with the guest, and until the guest's first token."""
+        """Measure a long prompt (the guest) beside decodes. Returns three times in seconds: of a
+        step of decodes alone, of the longest step with the guest, and until the guest's first
+        token."""
         size, engine = self._size, self._engine()
         # They outlast the guest, and are then dropped.
         length = size.max_length - size.request_prompt

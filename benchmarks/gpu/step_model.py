@@ -44,7 +44,7 @@ PRODUCTS = ("mm", "_scaled_mm", "_product_kernel")
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch, by the name that a Recorder gives it, and the bytes that it moves."""
+    """One launch, by the name that a Recorder gives to it, and the bytes that the launch moves."""
 
     name: str
     bytes: int
@@ -77,7 +77,8 @@ def _add_norm(rows: int, hidden: int) -> Kernel:
 
 
 def layer_kernels(size: Size, rows: int, context: int, wanted: Format = WIDE) -> list[Kernel]:
-    """Returns a layer's launches in a decode step of `rows` rows with this context each."""
+    """Returns a layer's launches in a decode step of `rows` sequences, each with `context`
+    tokens."""
     query, kv = size.heads * size.head_size, size.kv_heads * size.head_size
     to_heads, to_output, to_inner, from_inner = size.products
     of_cache = 1 if wanted.has_fp8_cache else NUM_BYTES
@@ -175,7 +176,7 @@ def recorded() -> Iterator[Recorder]:
 def record_step(
     size: Size, rows: int, context: int, *, fused: bool, wanted: Format = WIDE
 ) -> Recorder:
-    """Records the launches of a decode step, with the fused decoder or the library's modules."""
+    """Returns the launches of a decode step, with the fused decoder or the library's modules."""
     decoder, step = _on_meta(size, rows, context, fused, wanted)
     with recorded():
         decoder.logits(step, step.positions[0])  # makes the step's plans, which graphs do not do

@@ -34,7 +34,8 @@ PEER_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def peer_settings(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Returns the peer's settings by name. A CPU has neither graphs nor a second stream."""
+    """Returns the settings of transformers' continuous batching, by name. A CPU has neither graphs
+    nor a second stream."""
     return PEER_SETTINGS if device.type == "cuda" else {"as it chooses": {}}
 
 
@@ -52,7 +53,7 @@ def random_prompts(size: Size, count: int, seed: int, length: int | None = None)
 def engine_rate(
     loaded: LoadedModel, size: Size, device: torch.device, *, compiled: bool
 ) -> tuple[float, float]:
-    """Returns output tokens a second, and the seconds of loading, graphs included."""
+    """Returns output tokens per second, and the seconds of loading, with the capture of graphs."""
     tokens = size.requests * (size.request_prompt + size.request_output + BLOCK_SIZE)
     started = time.perf_counter()
     text = loaded.text_config
@@ -99,7 +100,8 @@ def _rate(runner: ModelRunner, size: Size, device: torch.device) -> float:
 def peer_rate(
     loaded: LoadedModel, size: Size, device: torch.device, settings: dict[str, Any]
 ) -> float:
-    """Returns the rate of continuous batching, after a run of the same kind that warms it up."""
+    """Returns the tokens per second of transformers' continuous batching, measured after a run of
+    the same kind that warms up the device."""
     model: Any = loaded.model
     model.set_attn_implementation("sdpa")  # it changes to flash attention where that is installed
     config = ContinuousBatchingConfig(allow_block_sharing=False, **settings)
@@ -132,9 +134,9 @@ def peer_rate(
 
 
 def vllm_rates(loaded: LoadedModel, size: Size, counts: list[int]) -> dict[int, float]:
-    """Returns vLLM's output tokens a second, by the number of requests at once. vLLM makes random
-    weights of the same shapes. It runs in a separate process and needs the whole device, so nothing
-    of ours may be left there."""
+    """Returns vLLM's output tokens per second, by the number of requests at once. vLLM makes random
+    weights of the same shapes, in a separate process. vLLM needs the whole device, so first free
+    all memory that this process has there."""
     config: Any = loaded.model.config
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Measures how long the device takes, and its highest rates."""
+"""Measures the time of calls on the device, and the device's highest rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Returns the median time of one call, after two calls that warm up the device."""
+    """Returns the median seconds of one call of `work`, after two calls that warm up the device."""
     for _ in range(2 if device.type == "cuda" else 0):
         work()
     times = []
@@ -50,7 +50,8 @@ class KernelTime:
 
 
 def kernels_of(step: Callable[[], object], num_steps: int = 10) -> list[KernelTime]:
-    """Returns a step's kernels on the current CUDA device, longest first: means of steps."""
+    """Returns the kernels of a step on the current CUDA device, longest first. Times are means over
+    `num_steps` steps."""
     step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:

@@ -1,1 +1,2 @@
-"""Helpers of rows: they start a server or a peer, send a workload and record when tokens come."""
+"""Helpers for the rows of the table: they start a server or another engine, send a workload and
+record when tokens come."""

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def child(*args: str, **environment: str) -> Iterator[tuple[int, str]]:
-    """Runs a module in a child process. Yields the process id and the ready line."""
+    """Run a module in a child process until the end of the context. Yields the process id and the
+    ready line."""
     process = subprocess.Popen(
         [sys.executable, "-m", *args],
         stdout=subprocess.PIPE,

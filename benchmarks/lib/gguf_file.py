@@ -62,8 +62,8 @@ _ARCHITECTURES = {
 def gguf_file(
     model: Path, gguf_package: Path, format: str = "BF16", *, folder: Path | None = None
 ) -> Path:
-    """Writes the file beside the weights or into `folder`, unless it is there, and returns its
-    path. `gguf_package` comes with llama.cpp.
+    """Write the model as a GGUF file, unless the file exists, and return its path. The file is
+    beside the weights or in `folder`. `gguf_package` comes with llama.cpp.
 
     `format` is F32, BF16, Q8_0 or Q4_0. Norms and other small tensors are always in fp32. With
     Q4_0, the embedding, which is also the output layer, is in Q8_0, just as promptq's is in int8

@@ -1,5 +1,5 @@
-"""Peak memory of a tree of processes, from /proc. On systems other than Linux it is 0, which means
-unknown."""
+"""Peak memory of a tree of processes, from /proc. On systems other than Linux, all peaks are 0,
+which means unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def tree(*roots: int) -> list[int]:
-    """Returns the processes with these ids and all their descendants."""
+    """Returns the ids of these processes and of all their descendants."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
@@ -24,14 +24,15 @@ def tree(*roots: int) -> list[int]:
 
 
 def reset_peak(pids: list[int]) -> None:
-    """Make the kernel count the peaks from now on."""
+    """Reset the kernel's count of these processes' peaks of memory."""
     for pid in pids:
         with suppress(OSError):
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def peak_bytes(pids: list[int]) -> int:
-    """Returns the sum of the peaks of resident memory. Shared pages count for each process."""
+    """Returns the sum of the processes' peaks of resident memory, in bytes. Shared pages count for
+    each process."""
     total = 0
     for pid in pids:
         with suppress(OSError):
@@ -47,8 +48,9 @@ def own_tree() -> list[int]:
 
 @contextmanager
 def watching_own_memory() -> Iterator[list[int]]:
-    """Watch the bytes that belong to this process alone, without pages of mapped files. At the end,
-    the list has one number: their peak minus their value at the beginning."""
+    """Measure the memory that belongs to this process alone, without pages of mapped files. At the
+    end of the context, the yielded list has one number: the peak in bytes minus the value at the
+    beginning."""
     at_first, peak, ended = _own_bytes(), [0], threading.Event()
 
     def watch() -> None:

@@ -22,7 +22,7 @@ CACHE = Path(__file__).parents[1] / ".cache"
 
 @dataclass(frozen=True)
 class Shape:
-    """A family of the library, the sizes of a model, and the size of its measured batch."""
+    """A model to measure: its family in transformers, its sizes, and the size of its batch."""
 
     name: str
     hidden: int
@@ -39,7 +39,7 @@ class Shape:
     """Further sizes of the family's configuration."""
 
     def config(self, vocab_size: int = VOCAB_SIZE) -> Any:
-        """The library's configuration; input and output embedding are tied."""
+        """Returns transformers' configuration of the model. Input and output embedding are tied."""
         from transformers import AutoConfig
 
         return cast(Any, AutoConfig).for_model(

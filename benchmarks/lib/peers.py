@@ -1,7 +1,7 @@
 """Builds the environments of the other engines.
 
-Each has a separate folder. If one cannot be built, the reason is in NAME.missing, and the tables
-show it.
+Each engine has a separate folder. If an engine cannot be built, the file NAME.missing has the
+reason, and the tables show the reason.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _name_package(packages: Path, name: str, version: str) -> None:
 
 
 def build_torchvision(folder: Path) -> None:
-    """Installs the library that vLLM needs for pictures, in a folder of modules. Its own operators
-    may be compiled for another torch, so their declarations are left out."""
+    """Install the library that vLLM needs for pictures, in a folder of modules. The library's
+    operators may be compiled for another torch, so their declarations are left out."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--target", str(folder), _TORCHVISION], check=True)
     (folder / "torchvision" / "_meta_registrations.py").write_text("")
@@ -153,7 +153,8 @@ BUILDERS: dict[str, Callable[[Path], None]] = {
 
 
 def build(name: str, peers: Path) -> None:
-    """Build one if it is missing. If that fails, write down the reason."""
+    """Build the engine `name` in the folder `peers` if it is missing. If the build fails, write the
+    reason to NAME.missing."""
     folder, missing = peers / name, peers / f"{name}.missing"
     if folder.exists() and not missing.exists():
         return

@@ -1,4 +1,4 @@
-"""Rows that are a server: start it, drive it over HTTP, end it."""
+"""Starts the server of a table row, sends it the workloads over HTTP, and ends the server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def free_port() -> int:
 def serve(
     job: Job, done: Callable[[str, Outcome], None], command: list[str], port: int, stream: Stream
 ) -> None:
-    """Runs all workloads against the server that `command` starts. Reports only the server's
-    memory."""
+    """Run all workloads against the server that `command` starts, and pass each outcome to `done`.
+    The peak memory is that of the server alone."""
     with running_server(command) as server:
         asyncio.run(_drive_all(job, done, server, port, stream))
 
@@ -33,7 +33,7 @@ def serve(
 def running_server(
     command: list[str], environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that `command` starts, until the end of the context."""
+    """Run `command` until the end of the context. Yields the process."""
     server = subprocess.Popen(command, env=environment)
     try:
         yield server

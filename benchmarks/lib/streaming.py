@@ -1,4 +1,4 @@
-"""Sends a workload's requests at their times and records when their tokens come, with asyncio."""
+"""Sends a workload's requests at their times with asyncio, and records when their tokens come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Stream = Callable[[Request], AsyncIterator[int]]
 
 
 async def drive(workload: Workload, stream: Stream) -> Outcome:
-    """Runs a workload with one task for each request, like independent users."""
+    """Run a workload with one task for each request, like independent users."""
     traces = [Trace(0.0) for _ in workload.requests]
     started = now()
 

@@ -1,11 +1,12 @@
 """Measures what idle workers cost their Redis server.
 
 Workers without a model wait for requests that never come. The table has each command or script that
-they send, how often one worker sends it, and how long it runs. The last row has the server's whole
-CPU time for one worker, without what the server needs when it has no workers. Few workers leave the
-processor's caches cold, so a call of a large fleet takes less time. The last lines are about such a
-fleet: this process sends the calls of all its workers. First they wait undisturbed. Then requests
-wake them as often as possible, and other workers claim these requests.
+the workers send, how often one worker sends it, and how long the server runs it. The last row has
+the server's whole CPU time for one worker, without what the server needs when it has no workers.
+Few workers leave the processor's caches cold, so a call of a large fleet takes less time. The last
+lines are about a large fleet: this process sends the calls of all its workers. First, no request
+wakes the workers. Then requests wake them as often as possible, and other workers claim these
+requests.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def _name(command: str) -> str:
 
 
 def table(num_workers: int, seconds: float) -> list[str]:
-    """Returns the lines of the table for this many workers. Measures twice for `seconds`."""
+    """Returns the lines of the table for `num_workers` workers. Measures three times for `seconds`:
+    once without workers, and twice with them."""
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url
         plain = stack.enter_context(redis.Redis.from_url(url))
@@ -104,10 +106,10 @@ def table(num_workers: int, seconds: float) -> list[str]:
 
 
 def replay(num_workers: int, *, is_woken: bool = False) -> float:
-    """Returns the server's CPU seconds in a second of a fleet of idle workers.
+    """Returns the CPU seconds that the server needs for one second of a fleet of idle workers.
 
     This process sends the commands of all workers for five seconds, as fast as the server answers.
-    Workers that are woken all the time look for work twice within a millisecond for each worker.
+    With `is_woken`, the workers look for work twice within a millisecond for each worker.
     """
     num_looks, num_wake_ups = 1, 0
     if is_woken:

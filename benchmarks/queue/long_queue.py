@@ -2,8 +2,8 @@
 
 Each of two servers has a worker without a model. Requests that run for minutes take all of the
 worker's slots. 2,000 more requests wait on one server, and 1,000,000 on the other. Urgent requests
-of one token go to the two servers in turns. The other server's worker is stopped meanwhile, so that
-both have the same conditions.
+of one token go to the two servers in turns. While one server is measured, the other server's worker
+is stopped, so that both servers have the same conditions.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Side:
 
 
 def main() -> None:
-    """Measure in turns, and compare."""
+    """Measure both servers in turns, and print the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks long-queue", description=__doc__)
     parser.add_argument("--waiting", type=int, default=1_000_000, help="length of the long queue")
     parser.add_argument("--pairs", type=int, default=15)

@@ -36,7 +36,8 @@ def of_waiting(url: str, length: int, count: int) -> float:
 
 
 def of_tokens(url: str) -> tuple[float, float]:
-    """Returns the bytes of a token in a live log, and in a finished request's hash."""
+    """Returns the bytes for each token in the log of a running request, and in the hash of a
+    finished one."""
     worker = start_worker(url)
     fields = {"prompt": "Once upon a time", "ignore_eos": True, "max_tokens": _NUM_TOKENS}
     try:

@@ -1,10 +1,11 @@
-"""Measures the server's CPU time for each script, with up to ten million waiting.
+"""Measures the server's CPU time for each script, with up to ten million requests.
 
-One request goes through the real path, and the server copies this request until enough wait. Then
-a client sends many calls of each script at once, so that the server is busy. A number in the table
-is the server's CPU time for one call (µs), from INFO, with reading the call and writing the reply;
-of three rounds, the least. A hash takes 0.7 kB, so only the first million ids in the queue have
-one. Of the calls measured, only `priorities` reads the hashes of ids that wait further back.
+One request goes through the real path, and the server copies this request until enough requests
+wait. Then a client sends many calls of each script at once, so that the server is busy. A number in
+the table is the server's CPU time for one call (µs), from INFO, with reading the call and writing
+the reply. The number is the lowest of three rounds. A hash takes 0.7 kB, so only the first million
+ids in the queue have one. Of the measured calls, only `priorities` reads the hashes of ids that
+wait further back.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ end
 
 
 class Waiting:
-    """A queue with as many waiting requests as `fill` last said."""
+    """A queue on the server `plain`. `fill` adds waiting requests."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain

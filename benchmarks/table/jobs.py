@@ -98,9 +98,11 @@ def read_outcomes(path: Path) -> tuple[dict[str, Outcome], str | None]:
 
 
 def main(run: Callable[[Job, Callable[[str, Outcome], None]], None]) -> None:
-    """Runs a row's process: `python -m benchmarks.table.rows.NAME JOB RESULT`.
+    """Run a row's process: `python -m benchmarks.table.rows.NAME JOB RESULT`.
 
-    `run` calls back after each workload, so that a failure keeps the results before it.
+    `run` must call its second argument after each workload, so that a later failure keeps the
+    earlier results. The file RESULT gets the outcomes, and the failure if `run` raises an
+    exception.
     """
     job, result = read_job(Path(sys.argv[1])), Path(sys.argv[2])
     outcomes: dict[str, Any] = {}

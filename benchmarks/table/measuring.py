@@ -1,5 +1,5 @@
-"""A whole run: all rows in turns, round by round; then `poisson`, at a rate that the rounds
-measured."""
+"""Carries out a whole run: all rows in turns, round by round; then `poisson`, at a rate that the
+rounds measured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Run:
-    """The results of a plan."""
+    """The results of a run."""
 
     rates_of_rounds: list[Rates] = field(default_factory=list)
     rounds: dict[tuple[str, str, str], list[Figures]] = field(
@@ -77,7 +77,7 @@ class Run:
 
 
 def carry_out(plan: Plan, tell: Callable[[str], None]) -> Run:
-    """Run the plan. `tell` gets a line for each process that starts or fails."""
+    """Run the plan. Calls `tell` with a line for each process that starts or fails."""
     run = Run()
     at_once = [name for name in plan.workloads if name in workloads.WORKLOADS]
     for number in range(plan.rounds):

@@ -9,7 +9,8 @@ from benchmarks.table.statistics import Measured, get
 
 
 def plot(measured: Measured, file: Path) -> None:
-    """Draws one panel for each model and workload. Raises ImportError without matplotlib."""
+    """Draw one panel for each model and workload, into `file`. Raises ImportError without
+    matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

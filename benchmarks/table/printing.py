@@ -15,9 +15,9 @@ _SHORT = {"vllm-offline": "vLLM", "vllm-server": "vLLM server", "llama-server": 
 def print_results(
     console: Console, measured: Measured, missing: dict[tuple[str, str], str]
 ) -> None:
-    """Prints one table for each model and workload. A row without results shows the reason.
+    """Print one table for each model and workload. A row without results shows the reason.
 
-    `missing` holds reasons by (model, row).
+    `missing` has the reasons by (model, row).
     """
     for model, workload in dict.fromkeys(key[:2] for key in measured):
         table = Table(title=f"{workload}, {model}", title_justify="left")

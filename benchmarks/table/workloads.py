@@ -1,7 +1,7 @@
 """The requests of each workload, from a seed alone.
 
-Each workload draws its tokens from a seed that differs between workloads and rounds. Engines with a
-prefix cache use it, and must not find the tokens of an earlier measurement.
+Each workload draws its tokens from a seed that differs between workloads and rounds. So the prefix
+cache of an engine never has the tokens of an earlier measurement.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ SHARED_PREFIX, OWN_PROMPT, NUM_SHARING = 1024, 32, 32
 
 
 def warm_up(shape: Shape, seed: int) -> Workload:
-    """A few requests of each kind, so that parts that are built at first use are built."""
+    """Returns a few requests of each kind, so that engines build all parts before the
+    measurement."""
     draw = random.Random(f"warm-up {seed}")
     sizes = [(_tokens(draw, draw.randint(32, 256)), 12) for _ in range(shape.batch)]
     return Workload("warm-up", [Request(prompt, num_output) for prompt, num_output in sizes])
 
 
 def burst(shape: Shape, seed: int, tokens: str = "") -> Workload:
-    """A full batch of requests, all at once. The lengths do not depend on `tokens`."""
+    """Returns a full batch of requests, all at once. The lengths do not depend on `tokens`."""
     sizes = f"burst {seed}"
     return Workload("burst", _mixed(shape.batch, sizes + tokens, sizes))
 
 
 def solo(shape: Shape, seed: int) -> Workload:
-    """One request alone."""
+    """Returns one request."""
     draw = random.Random(f"solo {seed}")
     return Workload("solo", [Request(_tokens(draw, 128), 256)])
 
 
 def prompt(shape: Shape, seed: int) -> Workload:
-    """One prompt of 1,024 tokens, and its first token."""
+    """Returns one request with a prompt of 1,024 tokens and one output token."""
     draw = random.Random(f"prompt {seed}")
     return Workload("prompt", [Request(_tokens(draw, 1024), 1)])
 
 
 def poisson(seed: int, rate: float, seconds: float) -> Workload:
-    """Requests like those of the burst, arriving at random: `rate` a second for `seconds`."""
+    """Returns requests like those of the burst that arrive at random: `rate` a second for
+    `seconds`."""
     draw = random.Random(f"arrivals {seed}")
     arrivals = []
     at = draw.expovariate(rate)
@@ -62,7 +64,7 @@ def poisson(seed: int, rate: float, seconds: float) -> Workload:
 
 
 def shared_prefix(shape: Shape, seed: int) -> Workload:
-    """Prompts that share their first tokens."""
+    """Returns requests whose prompts share their first tokens."""
     draw = random.Random(f"shared prefix {seed}")
     prefix = _tokens(draw, SHARED_PREFIX)
     prompts = [prefix + _tokens(draw, OWN_PROMPT) for _ in range(NUM_SHARING)]
@@ -79,7 +81,7 @@ WORKLOADS: dict[str, Callable[[Shape, int], Workload]] = {
 
 
 def shortened(workload: Workload, times: int) -> Workload:
-    """Returns the workload with outputs of 1 / `times` the length, each at least a token."""
+    """Returns the workload with outputs of 1 / `times` the length, at least one token each."""
     requests = [replace(it, num_output=max(1, it.num_output // times)) for it in workload.requests]
     return Workload(workload.name, requests)
 

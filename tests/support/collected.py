@@ -1,4 +1,4 @@
-"""Importing this module imports the modules of all tests, as pytest does when it collects them."""
+"""Imports the modules of all tests, as pytest does when it collects them."""
 
 import sys
 

@@ -1,11 +1,11 @@
 """Starts `python -m MODULE` by forking a process that has already imported the libraries.
 
 An interpreter needs half a second of CPU time to import the libraries of a command, and three
-seconds for those of a worker. The tests start hundreds of commands and workers. If a test is about
-the start of a process, its command line or its environment, the test uses `subprocess` instead. The
+seconds for the libraries of a worker. The tests start hundreds of commands and workers. A test that
+is about the start of a process, its command line or its environment uses `subprocess` instead. The
 interpreter of an earlier release runs this file too, so this file imports nothing of promptq.
 
-xdist's processes are forks too, and share the fork servers of the process that started them.
+The processes of xdist are forks too, and share the fork servers of the process that started them.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ FORKED = (
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """A Popen of `[PYTHON, "-m", MODULE, ...]` or `[PYTHON, "-c", CODE]` that forks. PYTHON must be
-    the interpreter of `server`, which by default is a fork server of this checkout."""
+    """A Popen whose process is forked. The command must be `[PYTHON, "-m", MODULE, ...]` or
+    `[PYTHON, "-c", CODE]`. PYTHON must be the interpreter of `server`, by default a fork server of
+    this checkout."""
 
     def __init__(
         self, command: Sequence[str], *, server: ForkServer | None = None, **options: Any
@@ -87,7 +88,8 @@ class ForkedProcess(subprocess.Popen[Any]):
 
     @property
     def status(self) -> int:
-        """The descriptor that becomes readable when the process has ended. Valid until `wait`."""
+        """The file descriptor that becomes readable when the process has ended. Valid until
+        `wait`."""
         return self._status
 
     def _execute_child(self, *arguments: Any) -> None:
@@ -133,11 +135,12 @@ class ForkedProcess(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """A handle of a process that forks. If a fork server listens at `path`, the handle connects to
-    it. Otherwise it starts one, which ends with this process.
+    """A handle of a fork server: a process that forks. If a fork server listens at `path`, the
+    handle connects to it. Otherwise the handle starts one, which ends with this process.
 
-    Forks have one compute thread, because tiny models gain nothing from a second. They cannot
-    choose another number with OMP_NUM_THREADS, which is read when torch is imported.
+    Forks have one compute thread, because tiny models gain nothing from a second. Forks cannot
+    choose another number with OMP_NUM_THREADS, because torch reads this variable when it is
+    imported.
     """
 
     def __init__(
@@ -172,7 +175,8 @@ class ForkServer:
             atexit.register(lambda: (process.kill(), process.wait()))
 
     def start(self, task: dict[str, Any], descriptors: list[int]) -> int:
-        """Returns the process id. The first call waits until the libraries are imported."""
+        """Start a fork that does `task`. Returns the fork's process id. The first call waits until
+        the libraries are imported. Raises RuntimeError if the fork server has ended."""
         with self._lock:  # a reply belongs to the task before it
             socket.send_fds(self._socket, [json.dumps(task).encode()], descriptors)
             if not (reply := self._socket.recv(16)):

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Installs all caches. Call this after all modules were imported."""
+    """Install all caches. Call this after all modules were imported."""
     if redis := sys.modules.get("redis.utils"):
         _keep_version(redis)
     if http := sys.modules.get("httpcore2"):

@@ -52,7 +52,7 @@ def tokens_of(seed: int, num_tokens: int) -> list[int]:
 
 
 class ModelFreeRunner(model_free.ModelFreeRunner):
-    """Reads the whole cache of each sequence that samples.
+    """A runner that reads the whole cache of each sequence that samples a token.
 
     Raises RuntimeError at the first position that does not hold the sequence's fingerprint. A step
     takes `step_seconds`.
@@ -209,8 +209,9 @@ def text_of(seed: int, num_tokens: int) -> str:
 async def running_worker(
     url: str, served: Served | None = None, *, tracing: Tracing | None = None, **settings: Any
 ) -> AsyncIterator[Worker]:
-    """Runs a worker in this event loop with its role, by default with the model-free engine. At the
-    end, drains the worker, and asserts that it holds no request and no KV block."""
+    """Runs a worker in this event loop, in the role `worker`. By default, the worker has the
+    model-free engine. At the end, drains the worker, and asserts that it holds no request and no KV
+    block."""
     async with redis.asyncio.Redis.from_url(as_role("worker", url)) as client:
         engine = served or served_model_free()
         worker = Worker(WorkerSettings(**settings), engine, client, tracing=tracing)

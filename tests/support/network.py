@@ -18,8 +18,8 @@ _CHUNK = 65536
 
 
 class Network:
-    """A TCP proxy to a server. It can cut, hold, slow down and lose traffic, or swallow a reply. It
-    runs in a separate thread, so a test may block meanwhile."""
+    """A TCP proxy to a server, which can cut, hold, slow down and lose traffic, or swallow a reply.
+    The proxy runs in a separate thread, so a test may block meanwhile."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -76,7 +76,7 @@ class Network:
     def lose(self) -> None:
         """Keep connections open and lose all data. A connection that has lost data never recovers.
 
-        A router that has forgotten a connection behaves like this.
+        A router that has forgotten a connection behaves in this way.
         """
         self._loses = True
 

@@ -8,8 +8,8 @@ from tests.support.processes import run
 
 
 def compile_preload(source: Path, folder: Path) -> Path:
-    """Returns the library, which is compiled once for each folder. Raises RuntimeError if gcc
-    cannot compile the source."""
+    """Returns the path of the library, which is compiled once for each folder. Raises RuntimeError
+    if gcc cannot compile the source."""
     library = folder / f"{source.stem}.so"
     if not library.exists():
         new = library.with_suffix(".new")

@@ -27,8 +27,8 @@ from tests.support.roles import as_role
 def hear_signals() -> None:
     """Handle signals that this process inherited as ignored.
 
-    A shell makes background processes ignore interrupts. Children inherit this, so a test could not
-    interrupt them. Call it in the main thread.
+    A shell makes background processes ignore interrupts. Children inherit this setting, so a test
+    could not interrupt them. Call this function in the main thread.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,8 +39,9 @@ def hear_signals() -> None:
 def start(*command: str | Path, is_new: bool = False, **options: Any) -> subprocess.Popen[Any]:
     """Start a process that handles signals; `options` are Popen's.
 
-    If importing its libraries takes long, a fork server starts it. With `is_new`, it is a new
-    process, so that /proc shows its own memory, command line and environment.
+    If the import of the process's libraries takes long, a fork server starts the process. With
+    `is_new`, the process is never a fork, so that /proc shows its own memory, command line and
+    environment.
     """
     hear_signals()
     if is_new:
@@ -51,7 +52,8 @@ def start(*command: str | Path, is_new: bool = False, **options: Any) -> subproc
 
 
 def run(*command: str | Path, stdin: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """Start a process and wait for its end. Its output and errors are text."""
+    """Start a process and wait for its end. Returns the completed process, with output and errors
+    as text."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = start(*command, text=True, **pipes, **options)
     output, errors = process.communicate(stdin)
@@ -69,8 +71,8 @@ def running(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[A
 
 
 class StartedWorker:
-    """A worker process in the worker's role, of `promptq.worker` or of a `module` with faults. Its
-    log goes to a file."""
+    """A worker process in the role `worker`. The process runs `promptq.worker`, or a `module` with
+    faults, and its log goes to a file."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class StartedWorker:
 
     @property
     def said(self) -> str:
-        """The log so far."""
+        """The text of the log so far."""
         return self._errors.read_text()
 
     def logged(self, event: str) -> list[dict[str, Any]]:
@@ -130,8 +132,8 @@ def started(
 
 
 class Terminal:
-    """A process with a separate terminal, to which its `streams` are connected. `shown` is the
-    output read so far."""
+    """A process with a separate terminal, to which its `streams` are connected. `shown` has the
+    output that was read so far."""
 
     def __init__(
         self,

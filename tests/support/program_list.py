@@ -1,4 +1,5 @@
-"""The page of `python -m tests` and `python -m benchmarks`: lists programs and starts one."""
+"""The page of `python -m tests` and `python -m benchmarks`: lists programs and starts one of
+them."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class Program:
         return paragraph.split(". ")[0].rstrip(".") + "."
 
     def run(self, arguments: list[str]) -> int:
-        """Run the program, and pass signals on to it. Returns the exit code. Names the signal that
-        killed the program, because a killed program prints nothing itself."""
+        """Run the program, and pass signals on to it. Returns the exit code. If a signal killed the
+        program, prints the signal's name, because a killed program prints nothing itself."""
         source = self._path().read_text()
         if {"-h", "--help"} & set(arguments) and "argparse" not in source:
             print(ast.get_docstring(ast.parse(source)))

@@ -49,7 +49,7 @@ async def async_put(queue: AsyncRequestQueue, request_id: str = "", **fields: An
 def put_plainly(
     client: Any, queue: RequestQueue, request_id: str, score: float, payload: str
 ) -> None:
-    """Enqueue a request only with the protocol's plain commands."""
+    """Enqueue a request with plain commands of the protocol, without a script."""
     client.hset(queue.keys.request(request_id), "payload", payload)
     client.zadd(queue.keys.pending, {request_id: score})
     client.publish(queue.keys.control, "pending")
@@ -127,7 +127,7 @@ def result_of(queue: RequestQueue, request_id: str) -> dict[str, Any]:
 
 
 def check_log(queue: RequestQueue, request_id: str, text: str) -> list[dict[str, Any]]:
-    """Checks that a finished request's log has no gap, no repeated token, one last event and this
+    """Asserts that a finished request's log has no gap, no repeated token, one last event and this
     text. Returns the log."""
     log = log_of(queue, request_id)
     ends = [event["index"] + len(event["token_ids"]) for event in log]
@@ -151,7 +151,8 @@ def read_in(
     on_event: Callable[[TokenEvent], Any] = lambda event: None,
     **options: Any,
 ) -> str:
-    """Returns a stream's text. Calls `on_event` with each event. `options` are the client's."""
+    """Returns a stream's text, read by a new client of this `kind`. Calls `on_event` with each
+    event. `options` are the client's."""
 
     async def read() -> str:
         async with AsyncClient(url, **options) as client:

@@ -90,7 +90,8 @@ def drop_password(url: str) -> None:
 
 
 def refusals(url: str) -> list[str]:
-    """Returns what `refused` returns for the server's default user."""
+    """Returns the commands that the server has refused to any role since `forget_refusals`; see
+    `refused`."""
     with redis.Redis.from_url(as_role("", url)) as client:
         return refused(client)
 
@@ -116,8 +117,8 @@ def forget_refusals(url: str) -> None:
 
 
 class QueueClient(redis.Redis):
-    """A client for a `RequestQueue`. It calls each script in the role that calls it in production,
-    and sends all other commands as the default user."""
+    """A client for a `RequestQueue`. The client calls each script in the role that calls it in
+    production, and sends all other commands as the default user."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -136,7 +137,7 @@ class QueueClient(redis.Redis):
 
 
 class AsyncQueueClient(redis.asyncio.Redis):
-    """`QueueClient` for an `AsyncRequestQueue`."""
+    """A `QueueClient` for an `AsyncRequestQueue`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -39,8 +39,9 @@ NO_TLS = "redis-server is not installed, and the embedded server has no TLS"
 class Server:
     """A server to connect to. `url` is empty for fakeredis, which runs in this process.
 
-    Both functions accept a role and a database's number, by default 0. Without a role, they return
-    a client for a `RequestQueue` and for the test; see `QueueClient`.
+    `connect` and `connect_async` return a client. Both accept a role and a database's number, by
+    default 0. Without a role, the client is for a `RequestQueue` and for the test; see
+    `QueueClient`.
     """
 
     url: str
@@ -112,8 +113,8 @@ PROGRAMS = ["embedded", "redis-server"]
 
 
 def server_program(kind: str = "") -> str:
-    """Returns the program of a kind in PROGRAMS. Without a kind, it is redis-server if installed,
-    otherwise Valkey. Skips the test if the program is not installed."""
+    """Returns the program of a kind in PROGRAMS. Without a kind, the program is redis-server if
+    installed, otherwise Valkey. Skips the test if the program is not installed."""
     installed = shutil.which("redis-server")
     if kind == "redis-server" and installed is None:
         pytest.skip(NO_REDIS_SERVER)
@@ -121,7 +122,8 @@ def server_program(kind: str = "") -> str:
 
 
 class OwnServer:
-    """A server with append-only persistence and with the roles, which a test may kill and restart.
+    """A server with append-only persistence and with the roles. A test may kill and restart the
+    server.
 
     `url` is for producers, and `client` for the test itself. `within` is a command that runs the
     server's command. `kind` is one of PROGRAMS.
@@ -209,8 +211,9 @@ def tls_settings(folder: Path, port: int, asks_clients: bool = False) -> dict[st
 
 
 async def assert_refused(url: str, kind: type[Exception], *said: str) -> None:
-    """Asserts that both clients raise this error with these parts of a sentence. The error of
-    `Client` must name `promptq up` if no server answers, and only then."""
+    """Asserts that the blocking and the asyncio client raise an error of this class, and that the
+    message has all these parts. The error of `Client` must name `promptq up` if and only if no
+    server answers."""
     with pytest.raises(kind) as raised:
         Client(url)
     with pytest.raises(kind) as raised_too:
@@ -223,8 +226,8 @@ async def assert_refused(url: str, kind: type[Exception], *said: str) -> None:
 
 
 async def assert_no_answer_to_another_call(url: str) -> None:
-    """Checks that a connection with an unread answer is not used again: it would return each later
-    answer to the wrong call."""
+    """Asserts that clients do not reuse a connection with an unread answer. Such a connection would
+    return each later answer to the wrong call."""
     client = open_redis(url)
     # Up to redis-py 5.2, `get_connection` takes the command's name, and asyncio's method that tests
     # for unread data has another name.
@@ -248,8 +251,9 @@ async def assert_no_answer_to_another_call(url: str) -> None:
 
 @contextmanager
 def counted_round_trips() -> Iterator[list[Any]]:
-    """Counts the round trips of this thread: yields a list with one item for each wait for an
-    answer. A gateway that several tests share runs in a separate thread, so it does not count."""
+    """Counts the round trips of this thread. Yields a list that gets one item for each wait for an
+    answer. A gateway that several tests share runs in a separate thread, so its round trips do not
+    count."""
     sent: list[Any] = []
     own = threading.get_ident()
     send = redis.connection.AbstractConnection.send_packed_command

@@ -1,4 +1,5 @@
-"""Records that other programs or accidents have spoilt: values and keys of many wrong types."""
+"""Spoilt records, as other programs or accidents leave them: values and keys of many wrong
+types."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def _pause(began: float) -> float:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """Waits until a condition is true, and returns its value."""
+    """Waits until `condition` returns a true value, and returns this value."""
     began = time.monotonic()
     while not (value := condition()):
         time.sleep(_pause(began))
@@ -24,7 +24,7 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 async def async_until(condition: Callable[[], Any]) -> Any:
-    """Waits like `until` beside other tasks; the condition may return an awaitable."""
+    """Waits like `until`, but other tasks run meanwhile. `condition` may return an awaitable."""
     began = time.monotonic()
     while True:
         value = condition()

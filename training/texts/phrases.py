@@ -1,8 +1,8 @@
-"""A template language of two rules, small enough to write a story grammar in.
+"""A template language of two rules, for the grammar of stories.
 
-``[one|two|three]`` becomes one of its alternatives (they nest, and may be empty), and
-``{name.field}`` becomes an attribute of something in the story. The first letter of a sentence
-becomes a capital.
+``[one|two|three]`` becomes one of its alternatives. Alternatives may contain further brackets, and
+may be empty. ``{name.field}`` becomes an attribute of something in the story. The first letter of a
+sentence becomes a capital.
 """
 
 import random
@@ -25,12 +25,12 @@ def listed(text: str, separator: str = "|") -> tuple[str, ...]:
 
 
 def one_of(rng: random.Random, options: Sequence[str]) -> str:
-    """Returns one of the options, all equally likely."""
+    """Returns one of the options. All options are equally likely."""
     return options[rng.randrange(len(options))]
 
 
 def choose(rng: random.Random, template: str) -> str:
-    """Returns the template with every choice made. The fields are not filled in."""
+    """Returns the template after all choices are made. The fields are not filled in."""
     while match := _CHOICE.search(template):
         chosen = one_of(rng, match[1].split("|"))
         template = template[: match.start()] + chosen + template[match.end() :]

@@ -1,7 +1,8 @@
 """Exercises in copying from earlier text: a few plain sentences about the same people and things.
 
-A model of this size learns late, or never, to copy a name from earlier text. It learns this within
-a hundred steps from texts in which every line repeats a name. So training begins with such texts.
+A model of this size learns late, or never, to copy a name from earlier text. If every line of a
+text repeats a name, the model learns to copy within a hundred steps. So training begins with such
+texts.
 """
 
 import random

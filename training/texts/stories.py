@@ -97,7 +97,7 @@ def _join(rng: random.Random, lines: list[str]) -> str:
 
 
 def main() -> None:
-    """Print stories."""
+    """Print some stories."""
     parser = argparse.ArgumentParser(description="Print stories of the grammar.")
     parser.add_argument("--count", type=int, default=1, help="number of stories (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the stories (default: 0)")

@@ -87,7 +87,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Item:
-    """A certain thing in a story, with one look that stays."""
+    """A certain thing in a story. Its `look`, such as ``red``, is the same in the whole story."""
 
     name: str
     look: str
@@ -111,7 +111,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a story happens."""
+    """A kind of place in which a story happens."""
 
     name: str
     preposition: str
@@ -122,7 +122,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Scene:
-    """A certain place in a story, with one look that stays."""
+    """A certain place in a story. Its `look` (an adjective) is the same in the whole story."""
 
     name: str
     preposition: str
@@ -328,7 +328,8 @@ PLACES = (
 
 
 def character(rng: random.Random, kind: Kind, taken: tuple[str, ...] = ()) -> Character:
-    """Returns a character of this kind, with a name that is not in ``taken``."""
+    """Returns a character of this kind, with a name that is not in ``taken``, the names already
+    used."""
     she = rng.random() < 0.5 if kind.she is None else kind.she
     names = tuple(name for name in (HER_NAMES if she else HIS_NAMES) if name not in taken)
     trait = TRAITS[rng.randrange(len(TRAITS))]
@@ -337,10 +338,12 @@ def character(rng: random.Random, kind: Kind, taken: tuple[str, ...] = ()) -> Ch
 
 
 def item(rng: random.Random, thing: Thing) -> Item:
-    """Returns an item of this kind of thing, with one of the thing's looks."""
+    """Returns an item of this kind of thing. One of the adjectives in ``thing.looks`` describes the
+    item."""
     return Item(thing.name, one_of(rng, thing.looks))
 
 
 def scene(rng: random.Random, place: Place) -> Scene:
-    """Returns a scene at this kind of place, with one of the place's looks."""
+    """Returns a scene at this kind of place. One of the adjectives in ``place.looks`` describes the
+    scene."""
     return Scene(place.name, place.preposition, one_of(rng, place.looks))

@@ -52,7 +52,10 @@ class Heartbeat:
         self._next_sample_at = -math.inf
 
     async def beat(self) -> int:
-        """Publish a heartbeat. Returns the number of workers. Raises RedisError, OSError."""
+        """Publish a heartbeat, and add the work since the last one to the queue's statistics.
+
+        Returns the number of the queue's live workers. Raises RedisError, OSError.
+        """
         await self._take_snapshot()
         contribution = self._contribution()
         num_workers = await self._report()

@@ -10,7 +10,7 @@ from promptq.worker.leases.rows import PreparedRequest
 
 
 def live_batch(snapshot: EngineSnapshot, leases: Leases) -> list[SlotStats]:
-    """Returns the batch of a snapshot, without sequences that have ended since then."""
+    """Returns the batch of a snapshot, without sequences that have ended since the snapshot."""
     return [
         _slot_of(lease, sequence)
         for sequence in snapshot.sequences

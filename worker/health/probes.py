@@ -28,8 +28,9 @@ class Health:
 class HealthServer:
     """Serves a worker's probes in separate threads, also while the model is being loaded.
 
-    Each path answers 200 or 503, with `status` in JSON. Port 0 selects a free port. Raises
-    ConfigurationError if the port is in use.
+    The paths `/startupz`, `/livez` and `/readyz` answer with status 200 or 503, and with the reason
+    as `status` in JSON. Port 0 selects a free port. Raises ConfigurationError if the port is in
+    use.
     """
 
     def __init__(self, health: Callable[[], Health], host: str, port: int) -> None:

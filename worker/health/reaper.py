@@ -20,7 +20,7 @@ _LEASE_REAPS = 1.5
 
 class Reaper:
     """Returns crashed workers' requests to the queue. Call `run_once` several times in `lease_ms`.
-    Of a queue's workers, one reaps at a time: the worker that has the lease `workers:reaper`.
+    Only one worker of a queue reaps at a time: the worker that holds the lease `workers:reaper`.
 
     No worker can renew its leases while the server accepts no writes, so an expired lease does not
     prove a crash. After an outage of at least half of `lease_ms`, the reaper waits for half of
@@ -48,7 +48,7 @@ class Reaper:
 
     async def run_once(self) -> None:
         """Return requests with expired leases to the queue, and search one page of keys for
-        orphans. After an outage, only check that the server accepts writes.
+        orphans. While another worker reaps, or after an outage, only try to take the lease.
 
         Raises RedisError, OSError.
         """
@@ -61,7 +61,7 @@ class Reaper:
             self._note_answer()
 
     async def leave(self) -> None:
-        """Let another worker take over. Raises RedisError, OSError."""
+        """Give up the lease, so that another worker reaps. Raises RedisError, OSError."""
         await self._hold_lease(0)
 
     async def _hold_lease(self, ttl_ms: int) -> bool:

@@ -1,9 +1,9 @@
 """Watches the engine and the interpreter, and renews leases while the worker makes progress.
 
 Code that never releases the interpreter's lock (an endless regular expression, a C extension) stops
-every thread, also the main thread, which renews leases and watches the engine. So `faulthandler`
-watches from a thread that needs no lock. If the process hangs, that thread writes the stack of each
-thread to standard error, and ends the process with status 1.
+every thread. It also stops the main thread, which renews leases and watches the engine. So
+`faulthandler` watches from a thread that needs no lock. If the process hangs, that thread writes
+the stack of each thread to standard error, and ends the process with status 1.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class EngineWatchdog:
 async def renew_leases(
     leases: Leases, exchange: Exchange, watchdog: EngineWatchdog, lease_ms: int
 ) -> None:
-    """Renew all leases four times within `lease_ms`, but not while `watchdog` reports a hang."""
+    """Renew all leases four times within `lease_ms`, but not while `watchdog` reports a hang.
+    Never returns. Logs errors of Redis."""
     log = get_logger()
     while True:
         await asyncio.sleep(lease_ms / 1000 / _RENEWALS_PER_LEASE)
@@ -84,7 +85,7 @@ async def renew_leases(
 
 @asynccontextmanager
 async def watched(seconds: float) -> AsyncIterator[None]:
-    """Context that ends the process if the event loop stands still for 1.25 times `seconds`."""
+    """Inside this context, the process ends if the event loop hangs for 1.25 times `seconds`."""
     restarting = asyncio.create_task(_restart_timer(seconds))
     try:
         yield

@@ -9,6 +9,6 @@ request waits in the `ready` queue until `held_and_lost_leases` hands the reques
 requests in one call.
 
 `exchange` makes all other calls to Redis: it renews leases, carries out cancels and gives requests
-back. It also acts on each answer of Redis. An answer may end a lease. Then `exit_log` records in
+back. `exchange` also acts on each answer of Redis. If an answer ends a lease, `exit_log` records in
 the log and the trace how the request left this worker, and `meter` counts the request.
 """

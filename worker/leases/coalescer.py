@@ -29,8 +29,8 @@ def default_rate() -> float:
 class Coalescer:
     """Delays outputs of the engine to limit the rate of events. `clock` returns seconds.
 
-    Some outputs pass without delay, outside the limit: a first token, the first token after a
-    preemption, the end of a sequence, and outputs with `at_once`.
+    Some outputs pass without delay, and do not count for the limit: a first token, the first token
+    after a preemption, the end of a sequence, and outputs that come with `at_once`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Coalescer:
         return ()
 
     def take_due(self) -> list[SequenceOutput]:
-        """Removes and returns all waiting outputs; returns an empty list if they are not due."""
+        """Remove and return all waiting outputs. Returns an empty list before they are due."""
         now = self._clock()
         if now < self._due_at or not self._waiting:
             return []

@@ -1,7 +1,7 @@
 """Calls to Redis that renew leases, end cancelled requests, and give requests back to the queue.
 
 The publisher sends rows (events), and passes the server's answers to this module. An answer may
-change the state of a lease. If the request then leaves the worker, `ExitLog` records this.
+change the state of a lease. If the request leaves the worker, `ExitLog` records the exit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Exchange:
     async def renew(self, leases: Sequence[Lease]) -> None:
         """Renew leases, and drop requests that are cancelled, expired or lost.
 
-        The call also reports exact lengths of prompts. Raises RedisError, OSError.
+        Also reports exact lengths of prompts to Redis. Raises RedisError, OSError.
         """
         held = [lease.as_held() for lease in leases]
         published = await self._queue.publish([], held)
@@ -166,10 +166,13 @@ class Exchange:
         the name of a field that this worker's engine cannot serve.
 
         If no live worker can serve the field, this worker keeps the lease, so that the calling code
-        can end the request. In three cases, the request still goes back, with a delay. First: the
-        name is `OVERFLOW`, so another worker may yet come. Second: an earlier attempt has generated
-        output, so its worker could serve the field, and may come back. Third: after a start or an
-        outage, other workers may not have sent a heartbeat yet. Raises RedisError, OSError.
+        can end the request. In three cases, the request nevertheless goes back, with a delay:
+
+        - The name is `OVERFLOW`. A worker that can serve the request may start later.
+        - An earlier attempt has generated output. That attempt's worker may return.
+        - This worker started, or an outage ended, only now. Other workers may send heartbeats soon.
+
+        Raises RedisError, OSError.
         """
         held = [lease.as_held() for lease, _ in unserved]
         needs = [field for _, field in unserved]

@@ -21,7 +21,7 @@ _NS_A_MS = 1_000_000
 
 
 class ExitLog:
-    """Records how requests leave the worker. `tracing` is None if there is no trace."""
+    """Records how requests leave the worker. `tracing` is None if the worker writes no traces."""
 
     def __init__(
         self, meter: Meter, tracing: Tracing | None, queue: str, model: str, worker_id: str

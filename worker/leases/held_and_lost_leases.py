@@ -146,7 +146,7 @@ class Leases:
         self.wake_up.room_freed()
 
     def ending(self, lease: Lease, *, by_engine: bool = False) -> None:
-        """Record that the last row of the request is on its way to the server.
+        """Record that the worker is sending the last row of the request to the server.
 
         `by_engine` is True if the engine has already removed the sequence.
         """
@@ -219,21 +219,21 @@ class Leases:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a held request may crash the worker. With such a request, the worker claims
-        nothing else."""
+        """Whether other workers crashed while they held a request that this worker holds now. With
+        such a request, the worker claims nothing else."""
         return any(lease.claim.is_suspect for lease in self)
 
     @property
     def preemptible(self) -> list[Holding]:
-        """The running sequences that a more urgent request may preempt."""
+        """The running sequences that a more urgent request may preempt, one `Holding` for each."""
         return [
             Holding(lease.prepared.priority, 1, lease.prepared.kv_need, lease.claim.tenant)
             for lease in self._preemptible_leases
         ]
 
     def by_tenant(self, preemptible: Iterable[Holding]) -> list[Holding]:
-        """Returns the sums of `preemptible` for each priority and tenant. Each tenant with a held
-        request has an entry, perhaps with zeros."""
+        """Returns the number of sequences and tokens in `preemptible`, summed for each priority and
+        tenant. Each tenant with a held request has an entry, perhaps with zeros."""
         by_level = {(0, lease.claim.tenant): (0, 0) for lease in self._by_request.values()}
         for priority, num_running, tokens, tenant in preemptible:
             numbers = by_level.get((priority, tenant), (0, 0))

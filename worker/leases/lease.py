@@ -27,7 +27,7 @@ class LeaseState(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One attempt at a request, held by this worker. Only `Leases` changes its state."""
+    """One attempt at a request, held by this worker. Only `Leases` changes the `state`."""
 
     claim: Claim
     state: LeaseState = LeaseState.PREPARING
@@ -54,7 +54,8 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the worker still holds the request, perhaps with an expired lease."""
+        """Whether the worker still holds the request (the state is not GONE). The lease may have
+        expired in Redis."""
         return self.state is not LeaseState.GONE
 
     @property
@@ -77,7 +78,7 @@ class Lease:
         return prepared is not None and prepared.is_length_known and not self.is_length_reported
 
     def with_unsent(self, row: Row) -> list[Row]:
-        """Removes the request's unsent rows. Returns these rows, then `row`."""
+        """Remove the request's unsent rows, and return a list of these rows and then `row`."""
         if (prepared := self.prepared_or_none) is None:
             return [row]
         unsent, prepared.unsent = prepared.unsent, []

@@ -133,8 +133,8 @@ class Prefetcher:
 
     @property
     def hangs_on(self) -> Lease | None:
-        """The lease (perhaps lost) of a request whose preparation hangs, or None. After `stop`,
-        always None: nothing waits for the preparing thread any longer."""
+        """The lease (perhaps lost) of a request whose preparation hangs, or None. After `stop`, the
+        value is always None, because nothing waits for the preparing thread any longer."""
         return next(iter(self._overdue), None) if self.is_running else None
 
     @property

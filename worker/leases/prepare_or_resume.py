@@ -48,8 +48,8 @@ _sequence_ids = itertools.count(1)
 
 
 class UnservedFieldError(InvalidRequestError):
-    """Raised if this worker's engine cannot serve a field of the request. The engine of another
-    worker may serve it. `ability` is the field's name in `EngineAbilities.refused`."""
+    """Raised if this worker's engine cannot serve a field of the request, but the engine of another
+    worker may. `ability` is the field's name in `EngineAbilities.refused`."""
 
     def __init__(self, field: str, ability: str | None = None) -> None:
         what = ability if field in ("messages", "embed") and ability else "it"

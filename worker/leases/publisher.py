@@ -72,12 +72,12 @@ class Publisher:
         await self._publish([])
 
     async def refuse(self, lease: Lease, error: InvalidRequestError) -> None:
-        """End a request that cannot be prepared. Raises the errors of `run`."""
+        """End a request that cannot be prepared. Raises RedisError or OSError as `run` does."""
         self._leases.ending(lease)
         await self._send([(lease, self._rows.refusal(lease.claim, error))])
 
     async def complete(self, lease: Lease) -> None:
-        """End a request that has nothing left to generate. Raises the errors of `run`."""
+        """End a request that is complete already. Raises RedisError or OSError as `run` does."""
         await self._send([(lease, self._rows.completion(lease.prepared))])
 
     async def _fetch(self) -> list[StepOutput]:

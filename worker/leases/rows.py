@@ -46,7 +46,8 @@ _SHORTEST = 1e-12  # as in torch's `normalize`
 class PreparedRequest:
     """A request after its preparation, with its output so far.
 
-    `token_ids`, `texts`, `logprobs`: output of all attempts. `engine_request` goes to the engine.
+    `token_ids`, `texts` and `logprobs` have the output of all attempts. The worker passes
+    `engine_request` to the engine.
     """
 
     claim: Claim
@@ -96,7 +97,7 @@ class PreparedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt: an estimate until an engine has read the request's pictures."""
+        """Number of tokens in the prompt: an estimate until an engine has read its pictures."""
         reported = self.timing.prompt_tokens if self.timing else None
         return self.engine_request.num_prompt_tokens if reported is None else reported
 
@@ -330,9 +331,9 @@ def _prompt_logprobs(
 
 
 def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token of a prompt. The texts, joined, are the prompt. A special
-    token's text is its name. If several tokens form one character, the last of these tokens has the
-    whole character as its text, and the others have ''."""
+    """Returns the text of each token of a prompt. The joined texts are the prompt. The text of a
+    special token is the token's name. If several tokens form one character, the last of these
+    tokens has the whole character as its text, and the others have ''."""
     texts = [tokenizer.token_text(token_id) for token_id in token_ids]
     for is_part, run in groupby(range(len(texts)), lambda place: REPLACEMENT in texts[place]):
         if is_part:
@@ -346,7 +347,8 @@ def prompt_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 
 def encoded(vector: npt.NDArray[np.float32], embed: Embed) -> str:
     """Returns the vector as base64 of little-endian float32, cut to `embed.dimensions` numbers. If
-    `embed.normalize` is set, scales the vector to length 1. A score is not scaled."""
+    `embed.normalize` is set, scales the vector to length 1, unless the vector is a score (a request
+    with `embed.query`)."""
     numbers = vector[: embed.dimensions].astype(np.float64)
     if embed.normalize and embed.query is None:
         numbers /= max(float(np.linalg.norm(numbers)), _SHORTEST)

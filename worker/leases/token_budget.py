@@ -15,9 +15,9 @@ _MAX_DEPTH = 4096
 class ClaimPolicy:
     """Decides how many requests to claim.
 
-    `depth` is the number of ready requests to keep beyond the free slots. None: the worker keeps as
-    many requests as the engine recently took in 100 ms. An overflow worker claims only for free
-    slots.
+    `depth` is the number of ready requests to keep beyond the free slots. If `depth` is None, the
+    worker keeps as many requests as the engine recently took in 100 ms. An overflow worker claims
+    only for free slots.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ClaimPolicy:
         """Returns the room for new claims: the slots and KV tokens that no held request needs.
 
         A prefix that several sequences share is counted once. If the worker holds urgent requests
-        that will preempt running sequences, `max_count` and `token_budget` may be negative. Further
-        urgent requests can then preempt only the sequences that remain. There is no room while the
-        worker holds a request that may crash the worker, or while the engine accepts no requests.
+        that will preempt running sequences, `max_count` and `token_budget` may be negative. Then
+        further urgent requests can preempt only other sequences. There is no room while the worker
+        holds a request that may crash the worker, or while the engine accepts no requests.
         """
         leases, limits = self._leases, self._engine.limits
         if leases.has_suspect or not self._engine.is_accepting:

@@ -88,8 +88,11 @@ def _kv_cache_bytes(settings: WorkerSettings) -> int | None:
 def build(
     settings: WorkerSettings, progress: Progress = ignore_progress, known: Verdict | None = None
 ) -> Served:
-    """Load the model that the settings name. No test of the model runs if `known` has the result of
-    an earlier test. Raises ConfigurationError, ModelError."""
+    """Load the model that the settings name, and return it with its tokenizer and engine. Blocks
+    for seconds or minutes. If `known` has the result of an earlier test of the model, no test runs.
+
+    Raises ConfigurationError, ModelError.
+    """
     memory = _kv_cache_bytes(settings)
     if settings.engine != NATIVE:
         return _build_upstream(settings, progress)
@@ -106,7 +109,7 @@ def build(
 
 
 def fits_beside_others(settings: WorkerSettings) -> bool:
-    """Returns whether the model surely fits into memory beside other loaded models."""
+    """Returns whether the model certainly fits into memory beside other loaded models."""
     if settings.engine != NATIVE:
         return settings.upstream is not None  # the memory of its server is unknown
     if settings.model == MODEL_FREE:

@@ -39,8 +39,8 @@ def identify(settings: WorkerSettings) -> ModelIdentity:
 
 
 def identity_of(settings: WorkerSettings, tokenizer: HuggingFaceTokenizer) -> ModelIdentity:
-    """Returns the identity of the model that the settings name. The model may be served by an
-    inference server instead of promptq's engine."""
+    """Returns the identity of the model that the settings name. promptq's engine or an inference
+    server may serve the model. Raises ModelError, ConfigurationError."""
     is_native = settings.engine == NATIVE
     name = settings.model or str(MODEL_DIR)
     adapter = adapter_of(settings)
@@ -106,8 +106,8 @@ def _fingerprint(name_or_dir: str, others: Sequence[Path], *, with_weights: bool
 
 
 def folder_of(name_or_dir: str) -> Path:
-    """Returns a model's folder. `name_or_dir` may be a folder, a GGUF file, or a name on the
-    hub."""
+    """Returns the folder of a model's files, without a download. `name_or_dir` is a folder, a GGUF
+    file, or the hub name of a model that was downloaded earlier."""
     folder = Path(library_arguments(name_or_dir)[0])
     if folder.is_dir():
         return folder

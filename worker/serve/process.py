@@ -47,8 +47,8 @@ class Turn(Protocol):
     """Decides when a process may load its model, if several processes share the device."""
 
     def listen(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-        """From now on, set these events, as signals do, when the owner orders this process to
-        end."""
+        """From now on, set these events when the owner (the parent process) orders this process to
+        end. `handle_signals` sets the same events."""
 
     async def wait(self, settings: WorkerSettings, client: redis.asyncio.Redis) -> Verdict | None:
         """Wait until the model may be loaded. Returns an earlier load's test result, or None."""
@@ -167,8 +167,7 @@ async def unless(
 ) -> T:
     """Await one stage of the worker's start, and return its result. If `stop` is set first, call
     `give_up` and end the process without waiting: a thread may still load a model for minutes. The
-    worker holds no requests yet, so this loses nothing.
-    """
+    worker holds no requests yet, so no request is lost."""
     stage, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait((stage, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not stage.done():
@@ -190,8 +189,8 @@ def _leave_at_once(error: Exception | None = None) -> NoReturn:
 
 
 async def open_when_there(redis_url: str, wait_seconds: float) -> redis.asyncio.Redis:
-    """Returns a connection to the server. Retries for `wait_seconds`, because the server may be
-    starting at the same time. Raises RedisUnavailableError."""
+    """Returns a client that has reached the server. Retries for `wait_seconds`, because the server
+    may be starting at the same time. Raises RedisUnavailableError."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:

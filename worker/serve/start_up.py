@@ -46,7 +46,7 @@ class StartUp:
         self._bar.update(self._task, description=stage, total=total, completed=share or 0.0)
 
     def close(self) -> None:
-        """End the last stage, and remove the bar."""
+        """End the last stage, and remove the progress bar from the terminal."""
         self._end_stage()
         if self._is_shown:
             self._bar.stop()

@@ -54,9 +54,9 @@ class Worker:
     """Serves one queue with one engine until it is stopped.
 
     The worker creates its parts and runs them. The prefetcher (`intake`) claims and prepares
-    requests. `Leases` hands them to the engine, and the publisher sends the engine's outputs. All
-    parts report to `Leases` what happens to a request. `start_up_seconds` has the seconds of each
-    stage of loading, for the heartbeat.
+    requests. `Leases` hands the requests to the engine, and the publisher sends the engine's
+    outputs. All parts report to `Leases` what happens to a request. `start_up_seconds` has the
+    seconds of each stage of loading, for the heartbeat.
     """
 
     def __init__(
@@ -157,7 +157,10 @@ class Worker:
         )
 
     async def start(self) -> None:
-        """Start to claim. Raises ModelMismatchError if the queue has another model."""
+        """Start all parts, and then claim requests. Retries for `redis_wait` seconds.
+
+        Raises ModelMismatchError if the queue has another model. Raises RedisError, OSError.
+        """
         no_room = Room(max_count=0, token_budget=0)
         await keep_trying(lambda: self._queue.take_batch(no_room), self._settings.redis_wait)
         messages = control_channel.listen(self._queue)
@@ -218,7 +221,10 @@ class Worker:
                     await now.wait()
 
     async def stop(self) -> None:
-        """Stop all parts, give held requests back with their progress, and leave the queue."""
+        """Stop all parts, give held requests back with their progress, and leave the queue.
+
+        Logs errors of Redis. If Redis does not answer, retries until the leases have expired.
+        """
         self.heartbeat.about.state = "draining"
         try_once(self._queue.redis)
         await self._survive_redis(self.intake.stop)

@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def front(self) -> float:
-        """The score (place in the queue) of the first waiting request."""
+        """The score (place in the queue) of the first waiting request; 0 if none waits."""
         return 0.0 if self.work.front is None else self.work.front
 
     @property
@@ -79,8 +79,8 @@ def choose(
     """Returns the decision to change the loaded model; None if no change is needed. `own` is the
     work in the loaded model's queue.
 
-    The rule compares the requests of different queues as if they waited in one queue: by the score,
-    which is the time of arrival plus the priority. By default, one level of priority counts as much
+    The rule compares the scores of requests of different queues, as if they waited in one queue. A
+    score is the time of arrival plus the priority. By default, one level of priority counts as much
     as an arrival one minute earlier.
     """
     waiting = {queue: each for queue, each in candidates.items() if _waits(each.work)}

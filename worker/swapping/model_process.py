@@ -28,7 +28,8 @@ class ProcessState(Enum):
 
 
 def forking(*libraries: str) -> ForkServerContext:
-    """Returns a context whose processes start with these modules imported. An import takes seconds.
+    """Returns a context for processes that start with `libraries` (names of modules) imported. An
+    import takes seconds.
 
     The context forks from a separate process, because this process has threads.
     """
@@ -52,7 +53,8 @@ def _not_importing_from_here() -> Iterator[None]:
 
 
 class ModelProcess:
-    """A process that runs `target` with the settings, Redis' URL and a connection to the owner.
+    """A process that runs `target` with the settings, Redis' URL and a connection to the owner, the
+    process that creates this object.
 
     If the owner ends, the connection closes. Then the process with the model drains and ends.
     """
@@ -102,7 +104,7 @@ class ModelProcess:
         return self.state
 
     def load(self, *, is_alone: bool) -> None:
-        """Order the process to load its model. `is_alone`: no other model is in memory."""
+        """Order the process to load its model. `is_alone` is True if memory has no other model."""
         self.state, self.has_room = ProcessState.LOADING, True
         self._send(Order.LOAD_ALONE if is_alone else Order.LOAD)
 

@@ -1,4 +1,4 @@
-"""Runs in one model's process, and waits until the owner (the parent) orders it to load."""
+"""Runs in one model's process, and waits until the owner (the parent process) orders a load."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Report(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The result of an earlier test of a model, valid while its files have this fingerprint."""
+    """The result of an earlier test of a model, valid while the files have this fingerprint."""
 
     fingerprint: str
     verdict: bytes
@@ -94,7 +94,7 @@ class Standby:
         """Register the model with its queue, where clients find it. Wait for the order to load.
 
         Returns the test result of an earlier load if the files have not changed, otherwise None.
-        Raises ModelNotFoundError. Raises ModelMismatchError if the queue has another model.
+        Raises ModelError, RedisError. Raises ModelMismatchError if the queue has another model.
         """
         identity = await asyncio.to_thread(identify, settings)
         queue = AsyncRequestQueue(client, settings.queue, model=identity)

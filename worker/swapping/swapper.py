@@ -83,7 +83,7 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """The health of this process, the owner. `is_claiming` while models can be loaded."""
+        """The health of this process, the owner. `is_claiming` is True until `drain` begins."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:
@@ -102,7 +102,7 @@ class Swapper:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Change the loaded model as the queues' work requires, until `stop` is set."""
+        """Change the loaded model as the work in the queues requires, until `stop` is set."""
         reading = asyncio.create_task(self._read_on())
         try:
             while not stop.is_set():
@@ -117,7 +117,8 @@ class Swapper:
             reading.cancel()
 
     async def drain(self, stop_now: asyncio.Event, seconds: float) -> None:
-        """Let running requests finish for up to `seconds`, and end all processes."""
+        """Order all processes to finish running requests and end. If `stop_now` is set, order them
+        to give these requests back. Returns when all have ended, or after `seconds`."""
         self._is_leaving = True
         notify("STOPPING=1")
         for model in self._models.values():

@@ -37,7 +37,8 @@ _LEAVING_SECONDS = 10.0  # for a process to end after its drain
 
 
 async def take_turns(settings: Sequence[WorkerSettings], redis_url: str) -> None:
-    """Run workers of several models, one loaded at a time, until SIGTERM or SIGINT."""
+    """Run workers of several models, one loaded at a time, until SIGTERM or SIGINT. Raises
+    PromptqError."""
     first, started = settings[0], time.monotonic()
     by_queue = {each.queue: _of_one(each, nth) for nth, each in enumerate(settings)}
     names = {queue: shown_name(each) for queue, each in by_queue.items()}

@@ -73,11 +73,12 @@ class ChatRenderer:
 
     @property
     def response_template(self) -> Any:
-        """The model's template for parsing outputs, in transformers' form; None if it lacks one."""
+        """The model's template for parsing outputs, as transformers reads it; None without one."""
         return getattr(self._tokenizer, "response_template", None)
 
     def render(self, request: Request) -> str:
-        """Returns the messages as text, rendered by the model's chat template."""
+        """Returns the messages as text, rendered by the model's chat template. Raises
+        InvalidRequestError if the template fails, or exceeds a limit."""
         arguments = request.chat_template_kwargs or {}
         if arguments and (names := self._call_arguments.intersection(arguments)):
             name = min(names)
@@ -105,7 +106,8 @@ class ChatRenderer:
             return write(messages, tools, **arguments)
 
     def mark_of_picture(self, request: Request) -> str:
-        """Returns the text that a chat's template writes for each picture, or an empty text."""
+        """Returns the text that the request's chat template writes for each picture; empty if the
+        template writes none."""
         template = self.template(with_tools=bool(request.tools) and request.tool_choice != "none")
         if template not in self._marks:
             with _limits():

@@ -20,7 +20,7 @@ _TOOLS: Tools = [{"type": "function", "function": _TOOL}]
 def reads_parts(
     write: Callable[[list[Message], Tools | None], str], *, with_tools: bool
 ) -> dict[str, bool]:
-    """Returns, for each role, whether the template reads content only if it is a list of parts.
+    """Returns, for each role, whether the template reads content only as a list of parts.
 
     The templates of many vision models do not read content that is a text. This function renders
     short chats in both forms and searches the result for the content, as llama.cpp does. `write`
@@ -46,7 +46,8 @@ def reads_parts(
 
 
 def mark_of_picture(write: Callable[[list[Message]], str]) -> str:
-    """Returns the text that a template writes for a picture, or an empty text."""
+    """Returns the text that a template writes for a picture; empty if it writes none. `write` is
+    as in `reads_parts`."""
     chat = [{"role": "user", "content": [_text(_PROBE), _PICTURE, _text(_PROBE)]}]
     try:
         return "".join(write(chat).split(_PROBE)[1:2])

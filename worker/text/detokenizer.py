@@ -127,8 +127,8 @@ class TextStream:
         return bool(self._stop)
 
     def begin(self, token_ids: Sequence[int]) -> str:
-        """Begin the output with the tokens of the request's output prefix. Returns their text up to
-        the last whole character. A stop string may begin in this text, but not end in it."""
+        """Begin the output with the tokens of the request's output prefix. Returns the prefix's
+        text up to the last whole character. A stop string may begin in this text, but not end."""
         self._num_tokens += len(token_ids)
         text = "".join(map(self._decoder.push, token_ids))
         self._stop.begin_after(text)

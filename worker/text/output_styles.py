@@ -207,9 +207,10 @@ _REASONING = (
 
 
 def style_of(tokenizer: HuggingFaceTokenizer, name: str = AUTO) -> OutputStyle:
-    """Returns the form of a model's tool calls and reasoning, from its chat templates.
+    """Returns the form of a model's tool calls and reasoning, from the model's chat templates.
 
-    If `name` is the name of a model family, tool calls have the form of that family.
+    If `name` is the name of a model family, tool calls have the form of that family. Raises
+    ConfigurationError for an unknown name.
     """
     chats = tokenizer.chats
     with_tools, without = (
@@ -227,7 +228,8 @@ def output_style(
     """Returns the form in which a model with this chat template writes tool calls and reasoning. If
     no known family has this template, calls are bare JSON.
 
-    If transformers' `response_template` has literal marks, these replace the family's marks.
+    If transformers' `response_template` has literal marks, these replace the family's marks. `name`
+    is as in `style_of`.
     """
     shown = chat_template.replace('\\"', '"').replace("\\n", "\n")  # escaped in template strings
     style = _named(name) or next(

@@ -79,9 +79,9 @@ _num_bytes: ContextVar[list[int] | None] = ContextVar("num_bytes", default=None)
 
 @contextmanager
 def size_limit() -> Iterator[None]:
-    """Context in which transformers' chat templates raise TemplateSizeError for large values.
+    """Inside this context, transformers' chat templates raise TemplateSizeError for large values.
 
-    Replaces the class that transformers' module uses for the environment of a template.
+    Replaces, for the whole process, the class that transformers uses as a template's environment.
     """
     library: Any = chat_template_utils
     library.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -332,7 +332,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Join the pieces of text that a template or block has written. Checks their size."""
+        """Returns the joined text of a template or block. Raises TemplateSizeError if too large."""
         size, kept = 0, []
         for piece in pieces:
             size += len(piece)
@@ -343,7 +343,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def joined(parts: Sequence[Any]) -> str:
-        """Join the operands of the operator `~`. Checks their size."""
+        """Returns the result of the operator `~`. Raises TemplateSizeError if it is too large."""
         _check(sum(map(_length, parts)))
         joined: str = _kept("".join(map(str, parts)))
         return joined

@@ -15,7 +15,8 @@ _LINES_PER_LOOK = 128
 class CpuTimeLimitError(BaseException):
     """Raised in code that has exceeded its CPU time.
 
-    This is not an Exception, so that the code does not catch it and continue without a limit.
+    The class is no subclass of Exception, so that the code does not catch the error and continue
+    without a limit.
     """
 
 

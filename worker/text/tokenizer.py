@@ -29,20 +29,20 @@ class Tokenizer(Protocol):
         """Returns a text's token ids, without adding special tokens. Raises InvalidRequestError."""
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Returns ways to write the words in tokens, in one list: at the start of a text, and after
-        a space. Raises InvalidRequestError."""
+        """Returns the token ids of each word, both at the start of a text and after a space, all in
+        one list. Raises InvalidRequestError."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text without special tokens. Incomplete characters become U+FFFD."""
 
     def decoder(self, marks: Sequence[str]) -> Decode:
-        """Returns a function like `decode` that does not leave out special tokens in `marks`."""
+        """Returns a function like `decode` that keeps the special tokens in `marks`."""
 
     def added_token(self, text: str) -> int | None:
-        """Returns the id of the token that was added for exactly this text, or None."""
+        """Returns the id of the added token with exactly this text; None if there is none."""
 
     def special_within(self, text: str) -> list[str]:
-        """Returns the special tokens in `text`, such as `<eos>`. `decode` leaves them out."""
+        """Returns the special tokens in `text`, such as `<eos>`, which `decode` leaves out."""
 
     def token_text(self, token_id: int) -> str:
         """Returns a token's text with its leading space. For a special token, returns its name."""
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
         trust_remote_code: bool = False,
         max_prompt_tokens: int | None = None,
     ) -> HuggingFaceTokenizer:
-        """Returns a model's tokenizer. Raises ModelNotFoundError if there is none."""
+        """Returns a model's tokenizer. Raises ModelNotFoundError if the model has no usable one."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
         from transformers.models.auto.tokenization_auto import get_tokenizer_config
 

@@ -1,7 +1,7 @@
-"""Splits a request into several calls of a server that limits its calls.
+"""Splits a request into several calls, for a server that cannot serve the request in one call.
 
-Each call continues the output: its prompt ends with the output so far. Together, the calls return
-the output that one call of an unlimited server would return.
+Each call continues the output: the call's prompt ends with the output so far. Together, the calls
+return the output that one call of a server without limits would return.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _SEED_STEPS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0xD1342543DE82EF95)
 
 
 class CallRequest:
-    """Turns a request into the requests of its calls to a server.
+    """Turns a request into one request for each call of the server.
 
     Penalties: a server counts only the tokens of one call. So in later calls, biases contain the
     penalties of earlier tokens, and `presence_penalty` is 0. If the request has a presence penalty,
-    a token that is new in the output ends a later call, so that the next call counts the token.
+    a later call ends after the first token that is new in the output. The biases of the next call
+    then contain the penalty of this token.
 
     Low temperatures: the server draws at its lowest temperature. Each drawn token is kept with the
-    odds that give the right distribution (rejection sampling). Otherwise a call draws again.
+    odds that give the right distribution (rejection sampling). A token that is not kept is drawn
+    again in another call.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class CallRequest:
         self._keeps_seeds = keeps_seeds
 
     def after(self, output: Sequence[int], mask: Mask | None = None) -> EngineRequest:
-        """Returns the request for a call that continues `output`, or chooses under a mask."""
+        """Returns the request for a call that continues `output`, or that chooses a token under a
+        mask."""
         params = self._request.params
         update: dict[str, Any] = {}
         if self._sharpness:
@@ -77,14 +80,14 @@ class CallRequest:
         return (self._request.seed + sum(count * step for count, step in steps)) % 2**63
 
     def is_miscounted_after(self, token_id: int) -> bool:
-        """Whether the call would miss the presence penalty of this token."""
+        """Whether the current call would not apply the presence penalty of this token."""
         return self._counted is not None and token_id not in self._counted
 
     def cut_rejected(self, chunk: Chunk) -> bool:
         """Drop the first token that another call must draw again, and all later tokens. Returns
         whether a token was dropped. Removes log-probabilities that were not requested.
 
-        Raises UnusableAnswerError.
+        Raises UnusableAnswerError for missing or impossible log-probabilities.
         """
         if not self._sharpness:
             return False

@@ -46,7 +46,8 @@ _RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FoundServer:
-    """A server that answers. `probe_token_ids`: its token ids for a short text; None if unknown."""
+    """A server that answers. `probe_token_ids` has the server's token ids for a short text, or is
+    None if the server cannot tokenise."""
 
     url: str
     description: ServerDescription
@@ -70,7 +71,7 @@ class FoundServer:
         )
 
     def check_tokenizer(self, tokenizer: HuggingFaceTokenizer) -> None:
-        """Raises ConfigurationError if the server has another tokenizer."""
+        """Raise ConfigurationError if the server has another tokenizer."""
         if self.probe_token_ids not in (None, tokenizer.encode_text(_PROBE)):
             raise ConfigurationError(
                 "--model: its tokenizer is not that of the model"
@@ -86,7 +87,7 @@ def key_of(settings: WorkerSettings) -> str | None:
 
 
 def start_server(dialect: Dialect, settings: WorkerSettings) -> ServerProcess:
-    """Start a server for this worker. Raises ConfigurationError."""
+    """Start a server for this worker, without waiting for an answer. Raises ConfigurationError."""
     if settings.model is None:
         raise ConfigurationError(
             f"--engine {settings.engine}: give --model, for a server to be started, or --upstream,"

@@ -42,7 +42,7 @@ class ForwardedSequence:
 
     @property
     def urgency(self) -> tuple[int, tuple[float, str]]:
-        """Sorts the most urgent sequence first."""
+        """A sort key: the most urgent sequence comes first."""
         return self.request.priority, self.request.order
 
 

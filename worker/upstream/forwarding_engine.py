@@ -68,8 +68,8 @@ class ForwardingEngine:
 
     The engine sends one sequence for each slot. Other sequences wait here in queue order, because
     nothing can reorder sequences that wait in a server, nor cancel them in some servers. When the
-    server breaks a stream off, the request goes back to the queue with its progress, and the engine
-    accepts nothing until the server has generated a token again.
+    server breaks a stream off, the request goes back to the queue with its progress. The engine
+    then accepts nothing until the server has generated a token again.
     """
 
     def __init__(

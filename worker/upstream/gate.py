@@ -1,9 +1,9 @@
 """Limits a worker's streams on a server that other clients use too.
 
 The limit rises additively and falls multiplicatively, so several workers come closer to even shares
-(Chiu and Jain, 1989). For this, workers must agree on the server's room, a number of streams. So a
-worker computes the room from the server's numbers of running and waiting requests, not from its
-earlier limits.
+(Chiu and Jain, 1989). This is true only if the workers agree on the server's room (a number of
+streams). So a worker computes the room from the server's numbers of running and waiting requests,
+not from its earlier limits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ another client may have to wait once."""
 class Gate:
     """Decides how many streams a worker may have on a server.
 
-    Requests that wait at the server count only if other clients sent them: without other clients, a
+    Requests that wait at the server count only if other clients sent them. Without other clients, a
     worker has all slots, however many prompts wait to be computed.
     """
 

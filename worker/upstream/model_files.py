@@ -22,7 +22,7 @@ class ModelFacts:
 
 
 def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> ModelFacts:
-    """Reads a model's facts. Raises ModelNotFoundError if there is no configuration, and
+    """Returns a model's facts. Raises ModelNotFoundError if there is no configuration, and
     ConfigurationError if a package that reads the configuration is missing."""
     if is_gguf(name_or_dir):
         source = check_source(name_or_dir)
@@ -50,7 +50,7 @@ def read_model_facts(name_or_dir: str, *, trust_remote_code: bool = False) -> Mo
 
 
 def require_for_gguf() -> None:
-    """Raises ConfigurationError if a package that reads a GGUF file's tokenizer is missing.
+    """Raise ConfigurationError if a package that reads a GGUF file's tokenizer is missing.
 
     transformers needs torch to read such a tokenizer.
     """

@@ -49,7 +49,7 @@ class Outbox:
         self._fetchable.set()
 
     async def fetch(self) -> list[SequenceOutput]:
-        """Wait for an output. Returns all waiting outputs."""
+        """Wait for an output, and return all waiting outputs. Raises the error of `fail`."""
         while not self._outputs:
             if self._failure is not None:
                 raise self._failure

@@ -35,7 +35,8 @@ _Tokens = tuple[list[int], list[float]]
 
 
 async def describe(dialect: Dialect, server: Server) -> ServerDescription:
-    """Returns a server's description with its probed abilities, like `Dialect.describe`."""
+    """Returns a server's description with its probed abilities, and raises the same errors as
+    `Dialect.describe`. Generates some tokens on the server."""
     description, is_invariant = await dialect.describe(server), False
     if description.pools or not description.gives_token_ids:
         return description

@@ -22,7 +22,8 @@ _LIVED_SECONDS = 60.0
 
 
 def main(command: list[str]) -> int:
-    """Guards the command until the command or the input ends. Returns the exit code."""
+    """Run the command until standard input ends, or until the command ends before the server has
+    answered. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the worker drains, and needs the server for that
     has_answered, pause = False, 1.0

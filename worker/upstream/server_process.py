@@ -41,7 +41,7 @@ class ServerProcess:
         )
 
     def check(self) -> None:
-        """Raises ConfigurationError if the server has ended before its first answer."""
+        """Raise ConfigurationError if the server has ended before its first answer."""
         code = self._guard.poll()
         if code is not None:
             raise ConfigurationError(
@@ -49,7 +49,7 @@ class ServerProcess:
             )
 
     def has_answered(self) -> None:
-        """Reports the first answer to the guard, which from then on restarts a server that ends.
+        """Report the first answer to the guard, which from then on restarts a server that ends.
 
         Raises ConfigurationError if the server has ended.
         """
@@ -68,7 +68,8 @@ class ServerProcess:
 
 
 def server_environment() -> dict[str, str]:
-    """Returns environment variables with which vLLM finds promptq's plugin and llguidance."""
+    """Returns this process's environment variables, with additions by which vLLM finds promptq's
+    plugin and llguidance."""
     folders = [str(Path(vllm_plugin.__file__).parent), os.environ.get("PYTHONPATH", "")]
     library = find_spec("llguidance")
     folder = Path(library.origin).parents[1] if library and library.origin else ""

@@ -26,7 +26,7 @@ _STEADY_SECONDS = 10.0
 
 
 class ServerRecovery:
-    """Calls a server, first soon and then less and less often, until the server is well."""
+    """Calls a server, with growing pauses, until the server generates a token again."""
 
     def __init__(
         self,

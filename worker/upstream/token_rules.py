@@ -16,7 +16,8 @@ class NoTokenError(Exception):
 
 
 class TokenRules:
-    """The rules of one request, which the native engine applies as masks before it samples."""
+    """The rules of one request, for tokens that a server chooses. The native engine instead applies
+    the same rules as masks before it samples."""
 
     def __init__(self, request: EngineRequest, output: Sequence[int], vocab_size: int) -> None:
         """Prepares the rules in the state after `output`, which the grammar has accepted."""
@@ -59,7 +60,8 @@ class TokenRules:
                 raise NoTokenError(str(error)) from error
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """Returns which tokens may come next, [vocab_size]. Raises NoTokenError if none may."""
+        """Returns an array [vocab_size] that is True for each token that may come next. Raises
+        NoTokenError if no token may come next."""
         mask = np.ones(self._vocab_size, bool)
         if self._grammar is not None:
             masker = self._grammar.masker

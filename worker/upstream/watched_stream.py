@@ -35,7 +35,7 @@ _MOST_REJECTED = 64
 
 
 class WatchedStream:
-    """One attempt at a request on a server."""
+    """One attempt at a request on a server. Checks all tokens that the server returns."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""One file for each row of the table. Each runs the workloads on one engine."""
+"""The rows of the table, one file for each. Each file runs the workloads on one engine."""

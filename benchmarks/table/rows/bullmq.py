@@ -1,4 +1,5 @@
-"""BullMQ with jobs that do nothing, at a concurrency of 100, beside our queue without a model."""
+"""BullMQ with jobs that do nothing, at a concurrency of 100, to compare with promptq's queue
+alone."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 def drive(engine: Engine, workload: Workload, first_id: int) -> Outcome:
-    """Runs one workload in the engine. Sequences are numbered from `first_id`."""
+    """Run one workload in the engine. Sequence ids begin with `first_id`."""
     before = engine.stats
     traces = {first_id + place: Trace(0.0) for place in range(len(workload.requests))}
     waiting = [(request, first_id + place) for place, request in enumerate(workload.requests)]

@@ -1,4 +1,4 @@
-"""The queue without a model: one-token requests through enqueue, claim, publish and finish."""
+"""The queue without a model: one-token requests from enqueue to claim, publish and finish."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 async def drive(url: str, workload: Workload) -> Outcome:
-    """Measures from the first request's enqueueing until no request waits or runs."""
+    """Run one workload, and measure from the first enqueue until no request waits or runs."""
     requests = [
         {"prompt": request.prompt, "max_tokens": request.num_output, "ignore_eos": True}
         for request in workload.requests

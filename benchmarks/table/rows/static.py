@@ -23,7 +23,7 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 def drive(model: Any, workload: Workload) -> Outcome:
-    """Runs each batch until its longest request has all tokens. Only requested tokens count."""
+    """Run each batch until its longest request has all tokens. Only requested tokens count."""
     import torch
 
     requests = sorted(workload.requests, key=lambda request: request.num_output)

@@ -18,7 +18,8 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 def streams_of(port: int, **fields: Any) -> Stream:
-    """Sends requests to the server at a port, with further fields."""
+    """Returns a function that sends a request to the server at `port`, with further `fields`, and
+    yields the number of tokens in each event."""
 
     async def stream(request: Request) -> AsyncIterator[int]:
         body = {

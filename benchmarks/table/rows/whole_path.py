@@ -23,7 +23,7 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
-    """Runs all workloads through Redis and one worker."""
+    """Run all workloads through Redis and one worker."""
     flags = (
         *("--model", job.model, "--dtype", "bfloat16"),
         *("--max-num-seqs", str(job.max_num_seqs)),
@@ -40,7 +40,8 @@ def run(job: Job, done: Callable[[str, Outcome], None]) -> None:
 
 
 def start_worker(url: str, *flags: str) -> subprocess.Popen[bytes]:
-    """Starts a worker, and waits until it is ready. Raises RuntimeError if it ends earlier."""
+    """Start a worker, and wait until it is ready. Raises RuntimeError if the worker ends
+    earlier."""
     worker = subprocess.Popen(
         [sys.executable, "-m", "promptq.worker", "--redis", url, *flags], stdout=subprocess.PIPE
     )
@@ -67,7 +68,8 @@ async def _drive_all(
 
 
 def streams_of(client: AsyncClient, **fields: Any) -> Stream:
-    """Sends requests to the client's queue, with further fields."""
+    """Returns a function that sends a request to the client's queue, with further `fields`, and
+    yields the number of tokens in each event."""
 
     async def stream(request: Request) -> AsyncIterator[int]:
         fixed: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 With `--mutant lost-fence`, all processes send scripts that are broken in one place, until the audit
 finds the fault. `--mutant all` tries all mutants in `states/mutants.py`, one after the other. There
-are three scenarios besides the fleet: in `swapping` a worker has two models that take turns, in
-`engines` workers forward to inference servers, and in `layers` all workers run one model.
+are three scenarios besides the fleet. In `swapping`, a worker has two models that take turns. In
+`engines`, workers forward to inference servers. In `layers`, all workers run one model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ FAMILIES = {  # of tiny models, one for each kind of layer
 
 
 def save_model_of(kind: str, folder: Path) -> Path:
-    """Returns a directory with random weights and the tokenizer of the shipped model."""
+    """Saves a model of the family `kind` with random weights, and the shipped model's tokenizer.
+    Returns the directory."""
     from tests.worker.engine.tiny_models import save_model  # with torch and transformers
 
     directory = folder / f"model-{kind}"
@@ -56,7 +57,8 @@ SLOW_ENGINES = ("vllm", "sglang")
 
 
 def main() -> int:
-    """Returns the exit code: 1 at any violation; with mutants, 1 if there is no violation."""
+    """Run the command. Returns the exit code: 1 at any violation; with mutants, 1 if the audit does
+    not find one of them."""
     parser = argparse.ArgumentParser(prog="python -m tests chaos", description=__doc__)
     parser.add_argument("--scenario", choices=SCENARIOS, default="fleet")
     parser.add_argument(
@@ -129,7 +131,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, seed: int, mutant: str = "") -> Outcome:
-    """Does one run. The folder of `--keep` has a folder for each mutant."""
+    """Does one run. Returns its outcome. The folder of `--keep` gets a folder for each mutant."""
     with tempfile.TemporaryDirectory(prefix="promptq-chaos-") as temporary:
         folder = Path(temporary)
         if options.keep is not None:

@@ -97,7 +97,7 @@ _WATCH_SECONDS = 0.5
 
 
 class Role(StrEnum):
-    """The users of a way to the server."""
+    """Groups of processes. Each group has a separate proxy to the server, which faults can cut."""
 
     WORKERS = "workers"
     PRODUCERS = "producers"
@@ -125,9 +125,10 @@ class Run:
     `scale` is a factor on the rates of requests. With a `mutant`, all processes send the scripts of
     that name in CHAOS_MUTANTS, and the run ends at the first violation. With an `earlier` release,
     half of the clients are of that release, and the fleet is updated and rolled back during the
-    run. With a `cluster`, the queues are on it. `engines` are behind the workers of Queue.UPSTREAM.
-    The run stops both. A `model` replaces the shipped one. `record` is the file for a trace of all
-    calls; processes then have no roles, none of which may write the calls.
+    run. With a `cluster`, the queues are on the cluster. `engines` are the inference servers behind
+    the workers of Queue.UPSTREAM. The run stops the cluster and the engines. A `model` replaces the
+    shipped model. `record` is the file for a trace of all calls. With `record`, processes have no
+    roles, because no role may write the trace.
     """
 
     def __init__(

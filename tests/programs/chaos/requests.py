@@ -105,7 +105,7 @@ TEMPLATES: dict[str, dict[str, Any]] = {
 
 
 def make_request(queue: Queue, rng: random.Random, poison_share: float = 0.04) -> Sent:
-    """Returns the next request for a queue, not sent yet."""
+    """Returns the next request for a queue. The caller still has to send it."""
     kinds = list(_KINDS)
     kind = rng.choices(kinds, [_KINDS[it] for it in kinds])[0]
     if queue is Queue.POISON:

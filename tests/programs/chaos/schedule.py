@@ -1,4 +1,5 @@
-"""The schedule of faults, a function of the seed and the length alone; and the loop of all runs."""
+"""The schedule of a run's faults, which depends only on the seed and the length; and the loop that
+inflicts the faults."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from heapq import merge
 
 
 class Fault(StrEnum):
-    """The faults of a run. Poison, cancels and deadlines come with the requests."""
+    """The faults of a run. Requests can also kill their workers (poison), be cancelled, or have
+    deadlines."""
 
     KILL = "SIGKILL of a model-free worker"
     KILL_REAL = "SIGKILL of a shipped-model worker"

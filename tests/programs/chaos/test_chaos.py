@@ -41,7 +41,8 @@ async def test_nothing_is_lost_and_nothing_comes_twice(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.matrix(1 / 3)
 async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Path) -> None:
-    """`make chaos ARGS=--beside-last-release` does so with all queues and its own versions."""
+    """The full form with all queues, and with the package versions of the earlier release, is `make
+    chaos ARGS=--beside-last-release`."""
     try:
         earlier = check_out(tmp_path / "earlier", own_environment=False)
     except subprocess.CalledProcessError:
@@ -64,7 +65,8 @@ async def test_a_fleet_is_updated_and_rolled_back_with_nothing_lost(tmp_path: Pa
 
 @pytest.mark.long
 async def test_a_lost_fence_is_caught(tmp_path: Path) -> None:
-    """Its workers publish whatever attempt they are of, and one after the other is overtaken."""
+    """The mutant's workers publish although another attempt holds the request. Another worker
+    overtakes each of them in turn."""
     often = {Fault.RELAY: 3.0}  # with this seed the first one when all workers are up
     run = Run(268, 120, tmp_path, 2.0, queues=[Queue.VOLUME], means=often, mutant="lost-fence")
     outcome = await run.run()

@@ -27,7 +27,7 @@ class Program:
 
     @property
     def version(self) -> str:
-        """The program with its version, as the page shows it."""
+        """The program with its version, as docs/compatibility.md shows it."""
         separator = "@" if self.is_node else "=="
         return ", ".join(" ".join(pin.rsplit(separator, 1)) for pin in self.pins)
 

@@ -22,7 +22,8 @@ _SECONDS = 1800
 
 
 def build(program: Program) -> str:
-    """Builds a program's environment, unless it exists. Returns the error if that failed."""
+    """Build a program's environment, unless it exists. Returns the error if the build fails,
+    otherwise an empty text."""
     folder = CACHE / program.name
     mark, wanted = folder / "built", "\n".join(program.pins)
     if mark.exists() and mark.read_text() == wanted:
@@ -56,7 +57,8 @@ def _node(folder: Path, program: Program) -> list[list[str]]:
 
 
 def build_promptq(wheel: Path | None) -> Path:
-    """Returns the interpreter of an environment with the wheel and all extras, like a user's."""
+    """Returns the interpreter of an environment with the wheel and all extras, like a user's.
+    Without a `wheel`, builds the wheel first."""
     folder = CACHE / "promptq"
     if wheel is None:
         shutil.rmtree(folder / "dist", ignore_errors=True)
@@ -83,7 +85,7 @@ _IFF_UP = 1
 
 def leave_network() -> None:
     """Remove all network but loopback from this process and the processes that it starts. If the
-    system does not allow that, print a message and keep the network."""
+    system refuses, print a message and keep the network."""
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):

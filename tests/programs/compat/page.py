@@ -76,7 +76,8 @@ def result_of(
 
 
 def write(results: Mapping[str, Result], engine: str = NATIVE) -> None:
-    """Write these results of an engine and the page; results of other programs stay."""
+    """Write the results of programs with one engine into the engine's file, and write the page.
+    Results of other programs stay."""
     kept = {**read_all()[engine], **results}
     rows = {name: asdict(kept[name]) for name in PROGRAMS if name in kept}
     RESULTS.mkdir(exist_ok=True)
@@ -112,7 +113,8 @@ def text_of(results: Mapping[str, Mapping[str, Result]]) -> str:
 
 
 def committed(engine: str = NATIVE) -> dict[str, set[str]]:
-    """By program, what passes according to the committed results; empty if there are none."""
+    """Returns, for each program, the attempts that pass in the committed results with this engine;
+    empty if there are no results."""
     command = ["git", "-C", str(ROOT), "show", f"HEAD:{_file(engine).relative_to(ROOT)}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     results = _read(done.stdout or "{}")

@@ -1,4 +1,4 @@
-"""Records the traffic between a program and the gateway, without changing it."""
+"""Records the traffic between a program and the gateway, without changing the traffic."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class _Connection:
 
 @contextmanager
 def recorded(port: int, gateway_port: int) -> Iterator[list[Exchange]]:
-    """Leads `port` to the gateway. Yields the list of exchanges so far."""
+    """Forward connections from `port` to the gateway until the end of the context. Yields the list
+    of exchanges so far."""
     kept: list[Exchange] = []
 
     async def pump(source: asyncio.StreamReader, to: asyncio.StreamWriter, side: _Side) -> None:

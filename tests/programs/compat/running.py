@@ -1,4 +1,4 @@
-"""Runs the scripts of a program, and collects their attempts and what the program sent."""
+"""Runs the scripts of a program, and collects the attempts and the requests of the program."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Served:
 def served(python: Path, folder: Path, engine: str) -> Iterator[Served]:
     """Runs a gateway with a worker, jobs, an API key and an alias, with all files in `folder`.
 
-    The worker computes itself if the engine is `native`, or forwards requests to a real server of
-    this engine, which has the shipped model.
+    The engine `native` computes in the worker. With another engine, the worker forwards requests to
+    a real server of that kind, which has the shipped model.
     """
     stranger = Stranger(python, folder, "promptq")
     stranger.environment["PROMPTQ_HTTP_CORS_ORIGINS"] = '["*"]'
@@ -93,10 +93,12 @@ _SILENT = {
 
 
 def run(program: Program, gateway: Served, folder: Path) -> tuple[list[Attempt], list[Exchange]]:
-    """Returns the attempts, and the exchanges between the program and the gateway.
+    """Run a program's scripts. Returns the attempts, and the exchanges between the program and the
+    gateway.
 
-    Both are also kept in the program's folder: `told`, `exchanges.jsonl` with the times, so that
-    each exchange can be traced to its attempt, and `said`.
+    The program's folder gets three files: `told` with the attempts, `exchanges.jsonl` with
+    exchanges and their times, and `said` with the output. By the times, each exchange can be traced
+    to an attempt.
     """
     own, port = CACHE / program.name, free_port()
     own_told, home = own / "told", folder / f"home-{program.name}"

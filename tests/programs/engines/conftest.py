@@ -1,4 +1,4 @@
-"""The real servers, one after the other."""
+"""Fixtures: the real servers, one after the other."""
 
 from __future__ import annotations
 

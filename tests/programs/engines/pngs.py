@@ -1,4 +1,4 @@
-"""Small pictures."""
+"""Makes small pictures."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _FOLDERS = {"vllm": "vllm", "llama.cpp": "llama", "sglang": "sglang"}
 
 
 def why_missing(name: str) -> str:
-    """Returns why a server or library is not here; empty if it is."""
+    """Returns the reason why a server or library is not installed; empty if it is installed."""
     folder = PEERS / _FOLDERS.get(name, name)
     missing = folder.with_suffix(".missing")
     if missing.exists():
@@ -70,7 +70,7 @@ class RealServer:
         return self._process.poll() is not None
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         command, environment = self._command()
         self._log = (self.folder / f"{self.name}.log").open("ab")
         self._process = start(
@@ -84,7 +84,8 @@ class RealServer:
         until(self._answers)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Kill the whole group: an engine may outlive its server's main process."""
+        """Kill the server's whole process group: an engine may outlive the server's main
+        process."""
         assert self._process is not None
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
@@ -205,7 +206,7 @@ def _tokens(prompt: str, num_tokens: int) -> tuple[int, ...]:
 
 
 def undisturbed(prompt: str, num_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """Returns the greedy tokens, with the end token if one comes and is not ignored."""
+    """Returns the greedy tokens, with the end token if one comes, unless `ignore_eos` is True."""
     with _LOCK:
         ends = [] if ignore_eos else _loaded()[0].generation_config.eos_token_id
         tokens = [*_tokens(prompt, num_tokens)]
@@ -216,8 +217,8 @@ def undisturbed(prompt: str, num_tokens: int, *, ignore_eos: bool = False) -> li
 
 
 def logprobs_of(prompt: str) -> list[list[float]]:
-    """Returns the log-probabilities of all tokens where each token of the prompt but the first one
-    is."""
+    """Returns the log-probabilities of all tokens at each position of the prompt after the
+    first."""
     with _LOCK:
         model, tokenizer = _loaded()
     logits = model(tokenizer(prompt, return_tensors="pt").input_ids).logits[0, :-1]

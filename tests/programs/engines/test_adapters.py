@@ -113,7 +113,8 @@ def test_vllm_loads_adapters_also_behind_an_unload_and_a_killed_worker(
 
 
 def tokens_of(merged: Any) -> list[list[int]]:
-    """Returns the merged model's tokens, which must differ from those without an adapter."""
+    """Returns the merged model's tokens. Checks that they differ from the tokens without an
+    adapter."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokens = [generate(merged, tokenizer.encode(prompt), NUM_TOKENS) for prompt in PROMPTS]
     assert tokens[0] != undisturbed(PROMPTS[0], NUM_TOKENS)

@@ -1,6 +1,8 @@
-"""Schemas through a real vLLM, llama.cpp and SGLang: the native engine's tokens, whoever dies.
+"""Schemas through a real vLLM, llama.cpp and SGLang: the tokens are those of the native engine,
+even if a worker or server dies.
 
-All also apply grammars themselves. Two begin inside of them: llama.cpp, and vLLM with our plugin.
+All three servers can also apply grammars. llama.cpp, and vLLM with promptq's plugin, can begin a
+grammar inside of an output.
 
 Skipped where the servers are not built.
 """
@@ -61,7 +63,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def wanted() -> list[list[int]]:
-    """The native engine's tokens of each request."""
+    """Returns the native engine's tokens of each request."""
     native = served()
     return [
         it.token_ids for it in run(native, *(prepare(native, **it, **GREEDY) for it in REQUESTS))
@@ -90,7 +92,7 @@ def test_greedy_tokens_are_the_native_engines_whichever_worker_dies(
 
 
 class Counting:
-    """Notes for each call whether it has a mask."""
+    """A dialect that records for each call whether the call has a mask."""
 
     def __init__(self) -> None:
         super().__init__(is_exact=True)
@@ -121,7 +123,7 @@ COUNTING = {"vllm": CountingVllm, "llama.cpp": CountingLlamaCpp, "sglang": Count
 async def forwarded(
     server: RealServer, emitted: Sequence[int] = (), *, resumes: bool = True, **fields: Any
 ) -> tuple[list[int], list[bool]]:
-    """Returns the tokens after `emitted`, and the calls."""
+    """Returns the tokens after `emitted`, and for each call whether it had a mask."""
     dialect, client = COUNTING[server.name](), Server(server.url)
     request = prepare(served(), emitted=[*emitted], **fields, **GREEDY).engine_request
     description = ServerDescription(

@@ -1,4 +1,5 @@
-"""A real vLLM with a vision model gets the pictures of chats, and continues them exactly."""
+"""A real vLLM with a vision model gets the pictures of chats, and continues interrupted answers
+exactly."""
 
 from __future__ import annotations
 

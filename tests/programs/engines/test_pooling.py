@@ -1,4 +1,4 @@
-"""Real servers that were started for pooling give the vectors and the scores of transformers
+"""Real servers that were started for pooling return the vectors and the scores of transformers
 through a queue."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARGUMENTS = {
 def client_before(
     name: str, arguments: Sequence[str], engine: str, model: Path, folder: Path, redis_url: str
 ) -> Iterator[Client]:
-    """Runs a server, and a worker before it. Yields a client of the worker's queue."""
+    """Run a server, and a worker that forwards to it. Yields a client of the worker's queue."""
     with real_server(name, folder / "server", model=model, arguments=arguments) as server:
         options = ("--engine", engine, "--upstream", server.url, "--model", str(model))
         with started(folder, redis_url, *options), Client(as_role("operator", redis_url)) as client:
@@ -62,7 +62,8 @@ def test_vectors_are_those_of_transformers(
 def test_a_text_above_the_ubatch_size_of_llama_cpp_is_refused(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """The mean over all tokens needs them in one step, and llama.cpp answers with status 500."""
+    """llama.cpp must compute the mean over all tokens in one step, and answers a longer text with
+    status 500."""
     if why := why_missing(name := "llama.cpp"):
         pytest.skip(why)
     arguments = ("--embeddings", "--pooling", "mean")

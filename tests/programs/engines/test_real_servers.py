@@ -1,6 +1,7 @@
-"""A real vLLM, llama.cpp and SGLang return the tokens of transformers, whatever process dies.
+"""A real vLLM, llama.cpp and SGLang return the tokens of transformers, whichever process dies.
 
-Run by `python -m tests engines`, which builds the servers first. Skipped where they are not built.
+`python -m tests engines` runs these tests, after it has built the servers. Skipped where they are
+not built.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def test_penalties_count_the_tokens_of_a_prefix(
 def test_temperatures_and_stop_tokens_beyond_a_servers_limits_are_served(
     redis_url: str, tmp_path: Path, server: RealServer
 ) -> None:
-    """At this temperature all draws are the likeliest token."""
+    """At this temperature, every draw gives the likeliest token."""
     with Client(as_role("operator", redis_url)) as client, worker(server, tmp_path, redis_url):
         for prompt in PROMPTS[:2]:
             wanted = undisturbed(prompt, 40)

@@ -1,4 +1,4 @@
-"""Priorities and the shares of tenants are kept with every engine."""
+"""Every engine respects priorities and the shares of tenants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ AHEAD = 2 * SLOTS
 
 
 def requests() -> list[tuple[str, int]]:
-    """Returns the tenant and the priority of each request, mixed evenly."""
+    """Returns the tenant and the priority of each request. Tenants and priorities are mixed
+    evenly."""
     kinds = [(tenant, priority) for priority in PRIORITIES for tenant in WEIGHTS]
     return [kinds[number % len(kinds)] for number in range(NUM_REQUESTS)]
 

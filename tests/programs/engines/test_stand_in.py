@@ -1,4 +1,5 @@
-"""The server without a model replies like the real ones, in all fields that a dialect reads."""
+"""The stand-in (a server without a model) replies like the real servers, in all fields that a
+dialect reads."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def pair(
 
 
 def asked(url: str, path: str, body: dict[str, Any] | None) -> tuple[int, str, list[Any]]:
-    """Returns the status, the content type, and the content: a value, or a stream's events."""
+    """Returns the status, the content type, and the content: one value, or the events of a
+    stream."""
     answer = httpx2.get(url + path) if body is None else httpx2.post(url + path, json=body)
     kind = answer.headers["content-type"].split(";")[0]
     if kind != "text/event-stream":
@@ -100,7 +102,8 @@ def asked(url: str, path: str, body: dict[str, Any] | None) -> tuple[int, str, l
 
 
 def lacks(real: Any, ours: Any, at: str = "") -> list[str]:
-    """Lists the members that the stand-in formats differently from the real server, or invents."""
+    """Returns the paths of members that the stand-in formats differently from the real server, or
+    invents."""
     if isinstance(ours, dict) and isinstance(real, dict):
         return [
             said
@@ -129,7 +132,7 @@ def test_it_replies_as_the_real_one_does(pair: tuple[RealServer, StandIn]) -> No
 def test_a_stream_breaks_as_that_of_a_vllm_whose_engine_dies(
     pair: tuple[RealServer, StandIn],
 ) -> None:
-    """With status 200, an error object and `[DONE]`."""
+    """The stream has status 200, and ends with an error object and `[DONE]`."""
     real, stand_in = pair
     if real.name != "vllm":
         pytest.skip("its stream ends, or has another form")

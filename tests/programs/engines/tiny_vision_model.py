@@ -1,4 +1,4 @@
-"""A Qwen3-VL with random weights and the shipped model's tokenizer."""
+"""Saves a Qwen3-VL with random weights and the shipped model's tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TEMPLATE = """\
 
 
 def save_vision_model(folder: Path, seed: int = 0) -> Path:
-    """Saves the model, and the files of its processor."""
+    """Saves the model and the files of its processor in `folder`. Returns the folder."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_MARKS)})
     tokenizer.chat_template = _TEMPLATE

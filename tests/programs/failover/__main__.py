@@ -1,14 +1,15 @@
 """Fails primaries under load, and counts acknowledged requests that are lost.
 
-Each server is on a machine of a small network: a network namespace (this needs root or user
-namespaces, and `ip` of iproute2), or else an address of this machine. A client and a worker run on
-the primary's machine, others elsewhere. Servers need gcc. The faults are
+Each server is on a machine of a small network. A machine is a network namespace (this needs root or
+user namespaces, and `ip` of iproute2), or else an address of this computer. A client and a worker
+run on the primary's machine, others elsewhere. Servers need gcc. The faults are
 
 - killed: the primary's process dies, and starts again at once (alone) or after the failover.
-- power: the primary's machine dies, and what its disk did not have yet is lost.
+- power: the primary's machine dies, and loses all data that was not yet on its disk.
 - partition: the primary's machine is cut off for six seconds.
 
-The table says of how many requests the servers acknowledged the enqueue, and what became of them.
+The table has the number of requests whose enqueue the servers acknowledged, and how these requests
+ended.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _BEFORE_SECONDS, _CUT_SECONDS, _AFTER_SECONDS = 2.0, 6.0, 2.0
 
 @dataclass(frozen=True)
 class Setup:
-    """A row of the table."""
+    """One configuration of servers, and one fault: a row of the table."""
 
     server: str
     kind: str
@@ -70,7 +71,7 @@ class Setup:
         return {str(value) for value in asdict(self).values()}
 
     def options(self) -> list[str]:
-        """The server's options."""
+        """Returns command-line options of the server."""
         options = ["--appendonly", "yes", "--appendfsync", self.sync]
         if self.guard == "min-replicas":
             options += ["--min-replicas-to-write", "1", "--min-replicas-max-lag", str(_LAG_SECONDS)]
@@ -94,7 +95,7 @@ def all_setups() -> list[Setup]:
 
 @dataclass
 class Counts:
-    """Counts the ends of a run's requests, and its errors by their names."""
+    """Counts how the requests of a run ended, and the errors by their names."""
 
     acknowledged: int
     lost: int
@@ -142,7 +143,7 @@ def run(setup: Setup, folder: Path) -> Counts:
 
 
 def fail(setup: Setup, servers: Servers) -> None:
-    """Break the primary, and mend it."""
+    """Inflict the fault of `setup` on the primary, and mend it."""
     primary = servers.nodes[0]
     if setup.fault == "partition":
         primary.unplug()
@@ -162,7 +163,7 @@ def fail(setup: Setup, servers: Servers) -> None:
 
 
 async def count(lines: list[str], url: str) -> Counts:
-    """Returns the counts of the clients' histories, once all requests that are left have ended."""
+    """Returns the counts from the clients' histories, after all remaining requests have ended."""
     notes = [json.loads(line) for line in lines if line.startswith("{")]
     seeds = {note["acked"]: note["seed"] for note in notes if "acked" in note}
     ends = {note["ended"]: note["error"] for note in notes if "ended" in note}
@@ -191,7 +192,7 @@ async def count(lines: list[str], url: str) -> Counts:
 
 
 def main() -> int:
-    """Returns the exit code: 1 if a stream was wrong or a request never ended."""
+    """Run the command. Returns the exit code: 1 if a stream was wrong or a request never ended."""
     parser = argparse.ArgumentParser(prog="python -m tests failover", description=__doc__)
     parser.add_argument("--sample", type=int, help="run only this many rows, chosen by chance")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))

@@ -1,9 +1,10 @@
-"""A client that writes down what the server acknowledged: run it as a module, and end its input.
+"""A client that records what the server has acknowledged. Run the file as a module; the client
+stops when its standard input ends.
 
-Every request is enqueued, and its stream read. The history has one JSON line for each answer:
-`{"acked": ID, "seed": N}` when the server acknowledged a request, and at the end of its stream
-`{"ended": ID, "error": NAME}`. The name is empty if the text was right. `{"refused": NAME}` is an
-enqueue that raised this error.
+The client enqueues requests, and reads the stream of each. The history has one JSON line for each
+answer. `{"acked": ID, "seed": N}` means that the server acknowledged a request. `{"ended": ID,
+"error": NAME}` is the end of its stream. The name is empty if the text was right. `{"refused":
+NAME}` is an enqueue that raised this error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PAUSE_SECONDS = 0.1
 
 
 class Writer:
-    """Enqueues requests, one after the other, and reads the stream of each beside them."""
+    """Enqueues requests one after another, and meanwhile reads the streams of earlier requests."""
 
     def __init__(self, client: AsyncClient, name: str, durability: str | None) -> None:
         self._client = client

@@ -1,8 +1,8 @@
-"""Machines of a small network, each a network namespace on one bridge. A machine's cable can be
-pulled out: then its programs reach only one another, as in a real partition.
+"""Machines of a small network, each a network namespace on one bridge. A machine can be cut off:
+then its programs reach only one another, as in a real partition.
 
-Where network namespaces are not allowed, a machine is only an address of this one. Then a primary
-that is cut off refuses the connections of all users but NEAR.
+Where network namespaces are not allowed, a machine is only an address of this computer. Then a
+primary that is cut off refuses the connections of all users but NEAR.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HERE = f"{_NET}.254"
 
 
 def isolate() -> None:
-    """Start this program again in a network without a way out, unless it already runs there or the
-    machine allows none."""
+    """Start this program again in a network without a way out. Does nothing if the program already
+    runs there, or if this computer allows no network namespaces."""
     if is_isolated():
         _run("ip", "link", "set", "lo", "up")
         _run("ip", "link", "add", "switch", "type", "bridge")
@@ -43,7 +43,7 @@ def isolate() -> None:
 
 
 class Machine:
-    """A machine of the network, with an address."""
+    """A machine of the network: an address, and the programs that run there."""
 
     def __init__(self, number: int) -> None:
         self.address = f"127.77.0.{number}"
@@ -74,7 +74,7 @@ class Machine:
 
 
 class NetworkMachine(Machine):
-    """A machine that is a network namespace, with a cable."""
+    """A machine that is a network namespace, and can be cut off."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

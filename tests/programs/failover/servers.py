@@ -40,7 +40,7 @@ Server = Sequence[str | Path]
 
 
 class Node:
-    """A server on a machine. Its append-only file outlives it."""
+    """A server on a machine. The append-only file remains when the server dies."""
 
     def __init__(self, machine: Machine, folder: Path, command: Server) -> None:
         folder.mkdir()
@@ -66,7 +66,7 @@ class Node:
         self._process.wait()
 
     def cut_power(self) -> None:
-        """Kill the server, and lose what the disk does not have yet."""
+        """Kill the server, and delete the data that is not yet on the disk."""
         self.kill()
         synced = int(self._note.read_text()) if self._note.exists() else 0
         for log in self._folder.glob("appendonlydir/*.incr.aof"):
@@ -74,7 +74,7 @@ class Node:
                 file.truncate(min(synced, log.stat().st_size))
 
     def unplug(self) -> None:
-        """Cut off the node, with the programs on its machine, from all others."""
+        """Cut off the node, and the other programs on its machine, from all other machines."""
         if isinstance(self.machine, NetworkMachine):
             self.machine.unplug()
             return
@@ -116,16 +116,16 @@ class Servers:
 
     @property
     def replaced(self) -> Node | None:
-        """The node that took the place of the first one; None before a failover."""
+        """The node that took the place of the first primary; None before a failover."""
         return next((node for node in self.nodes[1:] if node.is_primary), None)
 
     def settle(self) -> None:
-        """Wait until all nodes but one replicate that one."""
+        """Wait until all nodes but the primary replicate the primary."""
         until(lambda: sum(node.replicates() for node in self.nodes) == len(self.nodes) - 1)
 
 
 def alone(machines: Sequence[Machine], folder: Path, server: Server, num_replicas: int) -> Servers:
-    """One server without replicas."""
+    """Returns one server without replicas."""
     node = Node(machines[0], folder / "alone", server)
     return Servers([node], as_role("", f"redis://{machines[0].address}:{PORT}/0"))
 
@@ -133,7 +133,7 @@ def alone(machines: Sequence[Machine], folder: Path, server: Server, num_replica
 def sentinel(
     machines: Sequence[Machine], folder: Path, server: Server, num_replicas: int
 ) -> Servers:
-    """A primary, its replicas, and three sentinels, each on another machine."""
+    """Returns a primary, its replicas, and three sentinels, each on another machine."""
     primary = machines[0].address
     nodes = [Node(machines[0], folder / "primary", server)]
     for number, machine in enumerate(machines[1 : num_replicas + 1]):
@@ -154,7 +154,7 @@ def sentinel(
 def cluster(
     machines: Sequence[Machine], folder: Path, server: Server, num_replicas: int
 ) -> Servers:
-    """A cluster of three primaries. Only that of the queue's slot has replicas."""
+    """Returns a cluster of three primaries. Only the primary of the queue's slot has replicas."""
     command = [*server, "--cluster-enabled", "yes", "--cluster-node-timeout", str(_NOTICE_MS)]
     command += ["--cluster-require-full-coverage", "no", "--cluster-replica-validity-factor", "0"]
     nodes = [

@@ -12,7 +12,7 @@ import pytest
 
 
 def row_of(*words: str) -> dict[str, Any]:
-    """Returns the counts of a row of the table."""
+    """Run the row of the table that has these words. Returns the counts."""
     command = [sys.executable, "-m", "tests", "failover", "--only", *words]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if "namespaces" in finished.stderr:

@@ -67,7 +67,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def wrong_values(rng: random.Random) -> bytes:
-    """Returns a payload in which some fields have values of any type and size."""
+    """Returns a payload in which some fields have values of other types, or of extreme size."""
     fields = {name: json.dumps(value) for name, value in GOOD.items()}
     for _ in range(rng.randint(1, 3)):
         fields[rng.choice(_FIELDS)] = rng.choice(_VALUES)
@@ -97,8 +97,8 @@ def deeply_nested(rng: random.Random) -> bytes:
 
 
 def broken_text(rng: random.Random) -> bytes:
-    """Returns a payload with a prompt that is no text: lone surrogates, stray bytes, control
-    characters."""
+    """Returns a payload whose prompt is no valid text: it has lone surrogates, stray bytes or
+    control characters."""
     stray = [b"\xed\xa0\x80", b"\xff", b"\xc0\xaf", b"\xf4\x90\x80\x80", b"\\ud800", b"\x00", b"\n"]
     text = b"".join(rng.choice([*stray, b"abc"]) for _ in range(rng.randint(1, 6)))
     return b'{"max_tokens":3,"prompt":"' + text + b'"}'
@@ -112,7 +112,7 @@ def doubled_keys(rng: random.Random) -> bytes:
 
 
 def huge(rng: random.Random) -> bytes:
-    """Returns a payload that is large for its kind, rarely beyond the limit."""
+    """Returns a payload that is large for its kind. The payload rarely exceeds the limit."""
     if rng.random() < 0.01:
         return b'{"max_tokens":1,"prompt":"' + b"x" * (8 * 2**20) + b'"}'
     size = rng.choice([1000, 20_000])
@@ -121,8 +121,8 @@ def huge(rng: random.Random) -> bytes:
 
 
 def newer_version(rng: random.Random) -> bytes:
-    """Returns a payload of a later protocol, which waits for newer workers until it is
-    cancelled."""
+    """Returns a payload of a later protocol version. The request waits for newer workers until it
+    is cancelled."""
     return _json_object({"version": str(rng.randint(2, 99)), "prompt": '"x"'})
 
 
@@ -303,7 +303,7 @@ _WAYS: dict[Callable[[Keys, bytes, bytes, random.Random], list[Command]], float]
 
 
 def control_message(rng: random.Random) -> bytes:
-    """Returns a message for the control channel, which often is nearly right."""
+    """Returns a message for the control channel. The message is often nearly right."""
     match rng.randrange(5):
         case 0:
             return rng.randbytes(rng.randint(0, 100))

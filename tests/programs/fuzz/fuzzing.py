@@ -1,6 +1,6 @@
 """Sends malformed requests to a worker and a gateway.
 
-With `--queue`, it sends requests only to the worker; with `--http`, only to the gateway.
+With `--queue`, the program sends requests only to the worker; with `--http`, only to the gateway.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Outcome:
 
 
 class Fuzzing:
-    """One worker process in its role, and malformed requests from a client that may do more."""
+    """One worker process in the role `worker`, and malformed requests from a client with more
+    permissions."""
 
     def __init__(self, client: redis.Redis, url: str, log: Path, seed: int) -> None:
         self.outcome = Outcome(seed)
@@ -62,7 +63,7 @@ class Fuzzing:
         self._rng = random.Random(seed)
 
     def run(self, count: int) -> Outcome:
-        """Send `count` malformed requests, in rounds."""
+        """Send `count` malformed requests, in rounds. Returns the outcome."""
         with self._worker() as worker:
             for start in range(0, count, _ROUND):
                 pushed = self._throw(range(start, min(start + _ROUND, count)))
@@ -187,7 +188,7 @@ class Fuzzing:
 
 
 def report(outcome: Outcome) -> str:
-    """Returns a table of the malformed requests."""
+    """Returns a text with a table of the malformed requests."""
     lines = [f"fuzz: seed {outcome.seed}"]
     lines += [f"  {count:8,}  {kind}" for kind, count in outcome.kinds.most_common()]
     lines.append(f"  {outcome.num_messages:8,}  messages on the control channel")
@@ -199,7 +200,7 @@ def report(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    """Returns the exit code: 1 if there was a fault."""
+    """Run the command. Returns the exit code: 1 if there was a fault."""
     hear_signals()
     parser = argparse.ArgumentParser(prog="python -m tests fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)

@@ -63,7 +63,7 @@ class HttpOutcome:
 
 
 class HttpFuzzing:
-    """One gateway and one worker, each a process in its role."""
+    """One gateway and one worker, each a process in its role of the access rules."""
 
     def __init__(self, redis_url: str, folder: Path, seed: int) -> None:
         self.outcome = HttpOutcome(seed)
@@ -73,7 +73,7 @@ class HttpFuzzing:
         self._routes = all_routes()
 
     def run(self, count: int) -> HttpOutcome:
-        """Send `count` requests, uploads among them."""
+        """Send `count` requests, some of them uploads. Returns the outcome."""
         with Client(as_role("operator", self._redis_url)) as client:
             secret, _ = client.create_api_key(ApiKey(name="plain"))
             admin_secret, _ = client.create_api_key(ApiKey(name="admin", is_admin=True))
@@ -175,9 +175,8 @@ class HttpFuzzing:
 
 
 def send(url: str, raw: bytes) -> bytes:
-    """Sends a request and returns the part of the answer that it reads. Raises ValueError for
-    another machine's address.
-    """
+    """Send a request. Returns the first part of the answer. Raises ValueError for an address of
+    another machine."""
     parts = urlsplit(url)
     if not ip_address(parts.hostname or "").is_loopback:
         raise ValueError(f"{url!r} is not on this machine")
@@ -217,7 +216,7 @@ def _memory_bytes(pid: int) -> int:
 
 
 def report_http(outcome: HttpOutcome) -> str:
-    """Returns a table of the malformed requests."""
+    """Returns a text with a table of the malformed requests."""
     lines = [f"HTTP fuzz: seed {outcome.seed}"]
     lines += [f"  {count:8,}  spoilt: {kind}" for kind, count in outcome.kinds.most_common()]
     lines += [

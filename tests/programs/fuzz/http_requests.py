@@ -105,7 +105,8 @@ class Thrown:
 
 
 def all_routes() -> list[Route]:
-    """Returns every route of a gateway, also those that are not in its description."""
+    """Returns every route of a gateway, also routes that the gateway's OpenAPI description leaves
+    out."""
     app = create_app(GatewaySettings(redis_url="redis://127.0.0.1:1"))
     described = app.openapi()["paths"]
     found = {(method.upper(), path) for path, methods in described.items() for method in methods}
@@ -117,7 +118,7 @@ def all_routes() -> list[Route]:
 def make_request(
     routes: Sequence[Route], number: int, rng: random.Random, secret: str, admin_secret: str
 ) -> Thrown:
-    """Returns request `number`, of the route whose turn it is."""
+    """Returns malformed request number `number`. The routes take turns."""
     route = routes[number % len(routes)]
     method, path = route
     draft = Draft(method, re.sub(r"{\w+(:\w+)?}", lambda _: _segment(rng), path))

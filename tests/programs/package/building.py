@@ -1,4 +1,5 @@
-"""Builds the wheel from the sdist, checks its contents, and installs it in a clean environment."""
+"""Builds the wheel from the sdist, checks its contents, and installs the wheel in a clean
+environment."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def check_contents(wheel: Path) -> None:
 
 def install(folder: Path, wheel: Path, *extras: str, newest: bool) -> Path:
     """Returns the interpreter of a new environment that has the wheel with these extras. Without
-    `newest`, links stand for packages that are installed here."""
+    `newest`, packages that are installed here are linked and not installed again."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     if not newest:
@@ -69,8 +70,8 @@ def _tested_torch() -> str:
 
 
 def link_requirements(environment: Path, wheel: Path, extras: Iterable[str]) -> None:
-    """Links the packages that the wheel requires, directly or not, and no other ones. pip still has
-    to compare versions, and to install packages that are not here."""
+    """Link the packages that the wheel requires, directly or not, and no other ones. pip still
+    compares versions, and installs packages that are not here."""
     folder = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
     own_name = wheel.name.partition("-")[0]
     todo, seen = [(own_name, frozenset(extras))], set[tuple[str, frozenset[str]]]()

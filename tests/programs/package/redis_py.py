@@ -1,6 +1,7 @@
 """Runs the client on old and new versions of redis-py.
 
-Arguments such as `5.2.1 6.4.0` choose versions; by default, it runs on all supported versions.
+Arguments such as `5.2.1 6.4.0` choose versions; without arguments, the program runs on all
+supported versions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOOLS = ["fakeredis[lua]", "pytest", "pytest-asyncio", "pytest-xdist"]
 
 
 def check(wheel: Path, version: str) -> str:
-    """Returns the failures on this version; an empty text if there are none."""
+    """Returns the failures on this version of redis-py as text; empty if there are none."""
     with tempfile.TemporaryDirectory(prefix=f"promptq-redis-py-{version}-") as folder:
         python, constraints = f"{folder}/venv/bin/python", Path(folder, "constraints.txt")
         lines = (ROOT / "constraints.txt").read_text().splitlines()

@@ -1,5 +1,7 @@
-"""Installs the wheel in an empty folder and uses all of its parts. `--newest` installs the newest
-versions of all packages but torch."""
+"""Installs the wheel in an empty folder and uses all of its parts.
+
+`--newest` installs the newest versions of all packages but torch.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ wrong: int = Client().enqueue("x")
 
 
 class Stranger:
-    """A user with a home, and with a folder that has packages of our folders' names."""
+    """A user of the wheel with an empty home. PYTHONPATH has other packages with the names of
+    promptq's folders."""
 
     def __init__(self, python: Path, folder: Path, name: str, *, path: str = "") -> None:
         self.folder = folder / name
@@ -77,7 +80,7 @@ class Stranger:
         )
 
     def run(self, *command: str) -> str:
-        """Returns the output of a command, which must succeed."""
+        """Run a command, and return its output. Raises an error if the command fails."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with self.start(*command, **pipes) as process:
             said = process.communicate()[0]
@@ -145,7 +148,7 @@ def check_everything(python: Path, folder: Path) -> None:
 
 @contextmanager
 def running(stranger: Stranger, *options: str) -> Iterator[str]:
-    """Runs `promptq up` with HTTP and these options until Ctrl-C. Yields its address."""
+    """Run `promptq up` with HTTP and these options, and end it by Ctrl-C. Yields its address."""
     port = free_port()
     command = ["promptq", "up", "--port", str(port), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -1,9 +1,9 @@
-"""Compares lm-eval's scores through the gateway with those of the model itself.
+"""Compares lm-eval's scores through the gateway with its scores by transformers.
 
 lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) scores texts by the log-probabilities
-of prompts. Its backend `local-completions` requests them from the gateway, and its backend `hf`
-computes them with transformers, both with the shipped model in fp32. All scores must agree. lm-eval
-runs in a separate environment, and calls only the gateway.
+of prompts. Its backend `local-completions` requests the log-probabilities from the gateway. Its
+backend `hf` computes them with transformers. Both backends use the shipped model in fp32. All
+scores must agree. lm-eval runs in a separate environment, and calls only the gateway.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def main() -> None:
 
 
 def build(folder: Path) -> Path:
-    """Returns the interpreter of an environment with lm-eval, which is kept for the next run."""
+    """Returns the interpreter of an environment with lm-eval. The environment is kept for the next
+    run."""
     python, mark = folder / "bin/python", folder / "built"
     if not mark.exists():
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -77,7 +78,7 @@ def build(folder: Path) -> Path:
 
 
 def measured(python: Path, folder: Path, backend: str, arguments: str, *options: str) -> Scores:
-    """Returns the results of one backend in all tasks."""
+    """Run lm-eval with one backend. Returns the results of all tasks."""
     folder.mkdir()
     tasks = sorted(path.stem for path in TASKS.glob("*.yaml"))
     command = [python, "-m", "lm_eval", "run", "--model", backend, "--model_args", arguments]
@@ -108,7 +109,8 @@ def _numbers(told: Any) -> list[float]:
 
 
 def compare(expected: Scores, found: Scores) -> None:
-    """Print the largest difference of each task. Exits with 1 if one is too large."""
+    """Print the largest difference of each task. Exits with status 1 if a difference is too
+    large."""
     if expected.keys() != found.keys():
         sys.exit(f"other items: {sorted(expected)} and {sorted(found)}")
     largest: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Runs real workers and clients with time, network and faults from a seed."""
+"""Runs real workers and clients with simulated time, network and faults."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _mutants(text: str) -> list[str]:
 
 
 def main() -> int:
-    """Run the worlds. Returns 1 after a violation."""
+    """Run the simulated worlds. Returns the exit code: 1 after a violation."""
     arguments = _arguments()
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     if len(arguments.mutant) > 1:

@@ -1,8 +1,11 @@
-"""Compares fleets whose workers prefer what they hold with fleets that take requests blindly.
+"""Compares fleets whose workers prefer requests with prefixes that they hold, with other fleets.
 
-`python -m tests simulate --fleets 2 4 16 --affinity MS` prints both, for four loads: questions
-about documents that all wait at the beginning, conversations whose turns come one after another,
-agents that call tools between their turns, and requests that share nothing.
+`python -m tests simulate --fleets 2 4 16 --affinity MS` prints both figures, for four loads:
+
+- questions about documents; all questions wait at the beginning
+- conversations whose turns come one after another
+- agents that call tools between their turns
+- requests that share nothing
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ HEAD = """\
 
 @dataclass
 class Served:
-    """Figures of a fleet, as its client sees it."""
+    """Figures of a fleet, as its client measures them."""
 
     num_needed: int = 0
     """Prompt tokens that one worker with an unlimited cache would compute."""
@@ -207,7 +210,8 @@ def measure(
     library: Path,
     kind: str = "",
 ) -> Served:
-    """Runs a fleet with a load. `scale` is 1 for the whole load."""
+    """Run a fleet of `num_workers` with a load, and return the figures. `scale` is 1 for the whole
+    load."""
     lease_ms = WorkerSettings().lease_ms
     plan = Plan(seed, num_workers, 1, 1, 0.0, (), lease_ms, affinity_ms=affinity_ms)
     with (

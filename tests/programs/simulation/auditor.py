@@ -1,6 +1,7 @@
-"""Promises about time, most of them for worlds without faults, and for the part after all faults.
+"""Checks promises about time. Most of them hold only in worlds without faults, or after the last
+fault.
 
-The other promises are those of chaos (`tests/programs/chaos/audit`), of `causes.py` and `watch.py`.
+Other modules check the other promises: `tests/programs/chaos/audit`, `causes.py` and `watch.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _EVENTS_AT_ONCE = 2
 
 @dataclass(slots=True)
 class Stream:
-    """A subscriber's record, with times of the world in seconds."""
+    """A subscriber's record of one stream. Times are the world's, in seconds."""
 
     seen: Seen
     began_at: float
@@ -51,7 +52,7 @@ class Stream:
 
 
 def lives(snapshot: Snapshot) -> dict[str, Request]:
-    """Returns the life of each request on the server."""
+    """Returns the history of each request on the server, by request id."""
     return {
         request_id: Request(
             request_id,
@@ -75,7 +76,8 @@ def check_times(
     streams: Iterable[Stream],
     affinity_ms: int = 0,
 ) -> Iterator[Violation]:
-    """Checks that leases last, and that ends, tokens, cancels and starts come soon."""
+    """Yields violations of these promises: leases last long enough, and ends, tokens, cancels and
+    starts come soon enough."""
     calm = {
         request_id: request
         for request_id, request in requests.items()
@@ -187,7 +189,8 @@ def _check_starts(
 
 
 def is_cancelled_while_it_runs(request: Sent) -> bool:
-    """Returns whether the first answered cancel has flagged a request that a worker holds."""
+    """Returns whether the request's first answered cancel set the flag while a worker held the
+    request."""
     return request.kind is Kind.CANCEL and request.cancel_status == "flagged"
 
 

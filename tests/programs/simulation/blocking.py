@@ -1,7 +1,7 @@
 """Blocking code in a simulated process: its sleeps and sockets wait in the world's time.
 
-Each program has a thread. The loop waits while that thread runs, and the thread waits while the
-loop runs, so only one of them runs at a time, and the seed decides when.
+Each program has a thread. The event loop waits while the thread runs, and the thread waits while
+the loop runs. So only one of them runs at a time, and the seed decides when.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from tests.programs.simulation.loop import Process
 
 
 class KilledError(BaseException):
-    """Ends the thread of a process that was killed, or whose world is over."""
+    """Raised in the thread of a process that was killed, or whose world is over. Ends the
+    thread."""
 
 
 class BlockingThread:
-    """A thread of a simulated process, which runs `function`. `main` is its task in the loop."""
+    """A thread of a simulated process, which runs `function`. `main` is the thread's task in the
+    loop."""
 
     def __init__(self, process: Process, function: Callable[[], None]) -> None:
         self.process = process
@@ -42,7 +44,8 @@ class BlockingThread:
         self.main = process.start(self._live())
 
     def wait(self, seconds: float | None, begin: Callable[[Callable[[], None]], None]) -> None:
-        """Pause the thread until `begin`'s argument is called, or for some seconds."""
+        """Pause the thread. `begin` gets a function that ends the pause. The pause also ends after
+        `seconds`."""
         self._check_alive()
         self._number += 1
         number = self._number
@@ -61,7 +64,7 @@ class BlockingThread:
         self._check_alive()
 
     def close(self) -> None:
-        """Ends the thread, at the end of its world. It runs no further code of the world."""
+        """End the thread, at the end of its world, without running further code of the world."""
         self._is_killed = True
         if not self._is_over:
             clock.running = self.process
@@ -97,7 +100,7 @@ class BlockingThread:
 
 
 class BlockingSocket(asyncio.Protocol):
-    """The methods of a connected socket that redis-py calls."""
+    """A connected socket with the methods that redis-py calls."""
 
     def __init__(self, thread: BlockingThread, host: str, port: int, timeout: float | None) -> None:
         self._thread = thread
@@ -185,7 +188,7 @@ def _do_nothing() -> None:
 
 
 def install() -> None:
-    """Make redis-py's blocking connections use the network of the world."""
+    """Make redis-py's blocking connections use the world's network."""
     connect = redis.connection.Connection._connect
     parser: Any = redis._parsers.hiredis
     can_read, is_closed = parser._socket_can_read, parser._socket_is_closed

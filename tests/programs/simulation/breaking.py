@@ -1,4 +1,4 @@
-"""Breaks one module of promptq, or one script, in this process."""
+"""Breaks one module of promptq, or one Lua script, in this process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from types import CodeType, ModuleType
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A module that has `new` in place of `old`, which stands in it once."""
+    """A broken module: `new` replaces `old`, a text that the module's source has exactly once."""
 
     module: str
     old: str
     new: str
 
     def install(self) -> None:
-        """Break the module when it is imported, which must come later."""
+        """Break the module when it is imported. Call this before the import."""
         assert self.module not in sys.modules
         sys.meta_path.insert(0, _Finder(self))
 
     def broken(self, source: str) -> str:
-        """Returns the broken source. Raises ValueError without `old`."""
+        """Returns the broken source. Raises ValueError unless the source has `old` exactly once."""
         if source.count(self.old) != 1:
             raise ValueError(f"{self.old!r} does not stand once in {self.module}")
         return source.replace(self.old, self.new)
@@ -58,12 +58,12 @@ class _Loader(SourceFileLoader):
 
 @dataclass(frozen=True, slots=True)
 class ScriptMutant:
-    """A broken script of `tests/programs/states`, by its name in chaos."""
+    """A broken script: `name` is a mutant in CHAOS_MUTANTS of `tests/programs/states`."""
 
     name: str
 
     def install(self) -> None:
-        """Let all processes of the worlds send the broken script."""
+        """Make all processes of later worlds send the broken script."""
         from promptq.shared.queue import call, request_queue
         from tests.programs.states.mutants import CHAOS_MUTANTS
 

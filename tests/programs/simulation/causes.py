@@ -1,4 +1,4 @@
-"""Promises that hold under faults too: each harm has a fault that explains it."""
+"""Checks promises that hold under faults, too: a fault must explain each crash and interruption."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _MOST_SECONDS_TO_CLAIM_AGAIN = 0.001
 def check_causes(
     notes: Notes, requests: Mapping[str, Request], lease_ms: int = LEASE_MS
 ) -> Iterator[Violation]:
-    """Checks that faults explain crashes, interruptions and claims in drains, and that workers
-    heed the end of an attempt and messages."""
+    """Yields a violation for each crash, interruption and claim in a drain that no fault explains.
+    Also yields one for each worker that ignores a message or the end of its attempt."""
     claims: defaultdict[str, list[Claim]] = defaultdict(list)
     for claim in notes.claims:
         claims[claim.claimed.request_id].append(claim)

@@ -1,7 +1,7 @@
-"""Replaces the clocks, the entropy and the names of the machine by those of a simulated world.
+"""Replaces the clocks, the entropy and the machine's names by those of a simulated world.
 
-Call `install` before any module of promptq is imported: some of them keep `time.monotonic` as a
-default argument. Outside of a world, all functions are the real ones.
+Call `install` before any module of promptq is imported: some modules keep `time.monotonic` as a
+default argument. Outside of a world, the functions return the real values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 
 class Machine(Protocol):
-    """The process that runs now, as its code sees itself and its machine."""
+    """The simulated machine of the process that runs now: its clocks, entropy and names."""
 
     name: str
     pid: int
@@ -34,7 +34,8 @@ running: Machine | None = None
 
 
 def install() -> None:
-    """Make the functions that read the clock, entropy and names answer for `running`."""
+    """Replace the functions that read the clock, entropy and names. Inside a world, they use
+    `running`."""
     _replace(time, "monotonic", lambda machine: machine.monotonic())
     _replace(time, "monotonic_ns", lambda machine: int(machine.monotonic() * 1e9))
     _replace(time, "perf_counter", lambda machine: machine.monotonic())

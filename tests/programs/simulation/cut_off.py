@@ -1,4 +1,4 @@
-"""Checks what clients had read that were killed in the middle of a stream."""
+"""Checks the parts of streams that killed clients had read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.programs.simulation.auditor import Stream
 
 
 def check_cut_off(sent: Iterable[Sent], streams: Iterable[Stream]) -> Iterator[Violation]:
-    """Checks that each part of a stream is the beginning of the answer, without gap or repeat."""
+    """Yields a violation for each read part that is not the beginning of the answer, without gap or
+    repeat."""
     requests = {request.request_id: request for request in sent}
     for stream in streams:
         if not stream.is_cut_off:

@@ -19,7 +19,7 @@ _MOST_UNFETCHED_STEPS = 64
 
 
 class CountingRunner(ModelFreeRunner):
-    """Counts the tokens of the last step: of prompts and of outputs."""
+    """Counts the prompt tokens and the output tokens of the last step."""
 
     num_tokens = 0
 
@@ -28,7 +28,7 @@ class CountingRunner(ModelFreeRunner):
         return super().launch(batch, after)
 
     def seconds_of_step(self, slowness: float, rng: random.Random) -> float:
-        """Draws the time of the last step: about `slowness` times as long as a measured one."""
+        """Returns a random time for the last step: about `slowness` times the measured time."""
         return slowness * step_seconds(self.num_tokens) * (0.5 + rng.random())
 
 
@@ -41,8 +41,9 @@ class SimulatedEngine(EngineThread):
     """An `EngineThread` that starts no thread: a task of the event loop computes the steps.
 
     The outputs of a step arrive when the step is over. A step takes about `slowness` times as long
-    as a measured one. Each output calls `note` with its request, the number of tokens so far, and
-    whether it is the first one of an attempt or after a preemption.
+    as a measured one. For each output, calls `note` with the request and the number of tokens so
+    far. The third argument of `note` is True for the first output of an attempt or after a
+    preemption.
     """
 
     def __init__(

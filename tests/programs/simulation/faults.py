@@ -17,7 +17,7 @@ _REPORT_SECONDS = 0.05
 
 
 class Faults:
-    """The faults of a world. Each chooses its process when it happens."""
+    """The faults of a world. A fault selects its process or connection when it happens."""
 
     def __init__(self, site: Site, fleet: Fleet, server: SteppedServer) -> None:
         self._site = site

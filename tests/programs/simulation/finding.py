@@ -1,4 +1,4 @@
-"""Counts the worlds after which each mutant is found."""
+"""Counts how many worlds have to run until a promise is broken, for each mutant."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _IMPORTED_ONCE = ("hiredis", "numpy", "pydantic", "redis.asyncio", "structlog")
 
 
 class HangError(KeyboardInterrupt):
-    """Raised in a world without end. asyncio does not catch this kind."""
+    """Raised in a world that never ends. asyncio does not catch a KeyboardInterrupt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How a mutant was found. `rules` is empty if no world has found it."""
+    """How a mutant was found. `rules` has the broken promises; empty if no world has found the
+    mutant."""
 
     name: str
     num_seeds: int
@@ -43,7 +44,8 @@ def find_all(
     server_kind: str,
     num_processes: int,
 ) -> Iterator[Found]:
-    """Yields how each mutant was found, the quickest first."""
+    """Run worlds of these seeds with each mutant. Yields how each mutant was found, the quickest
+    first."""
     clock.install()
     for name in _IMPORTED_ONCE:
         import_module(name)

@@ -1,4 +1,5 @@
-"""The places of a world: workers, gateways, jobs and clients, and the requests of the clients."""
+"""The places of a world: workers, gateways, jobs and clients, and the requests of the clients. A
+place runs one program at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _FEW_REQUESTS = 40
 
 
 class Fleet:
-    """All places of a world, and what their clients record. `violate` reports a violation, `ask`
-    sends commands to the server."""
+    """All places of a world, and the records of their clients. `violate` reports a violation, and
+    `ask` sends commands to the server."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Fleet:
         return partial(HttpClientProgram, streams=self.streams, hosts=hosts, seconds=seconds)
 
     def send_again(self, seconds: float) -> None:
-        """Let the clients of the queue send more requests within some seconds."""
+        """Let the clients of the queue send more requests within `seconds`."""
         root = self._site.loop.root
         rng = random.Random(f"{self._plan.seed} requests again")
         for place, work in zip(self.queue_clients, self.work, strict=True):

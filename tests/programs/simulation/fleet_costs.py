@@ -1,6 +1,8 @@
-"""Measures what fleets of equal workers cost their server: when idle, and for a request.
+"""Measures what a fleet of equal workers costs its server: while the workers are idle, and for a
+request.
 
-The workers' time is virtual. The server's CPU time is real, with reading and writing its sockets.
+The workers' time is virtual. The server's CPU time is real, and includes reading and writing its
+sockets.
 """
 
 from __future__ import annotations
@@ -46,14 +48,15 @@ HEAD = """\
 
 @dataclass
 class Cost:
-    """Cost of processes for the server within some virtual seconds."""
+    """The server's cost within some virtual seconds: commands, and milliseconds of CPU time."""
 
     num_commands: float
     ms: float
     seconds: float
 
     def minus(self, idle: Cost) -> Cost:
-        """Returns this cost without that of idle workers, as in `idle`."""
+        """Returns this cost without the cost of idle workers in the same time. `idle` is a measured
+        idle cost."""
         share = self.seconds / idle.seconds
         ms, num_commands = self.ms - share * idle.ms, self.num_commands - share * idle.num_commands
         return Cost(num_commands, ms, self.seconds)
@@ -61,7 +64,8 @@ class Cost:
 
 @dataclass
 class FleetCosts:
-    """The figures of a fleet. `busy` is the cost of all requests, without the idle workers."""
+    """The figures of a fleet. `busy` is the cost of all requests, without the cost of idle
+    workers."""
 
     num_workers: int
     num_requests: int
@@ -90,7 +94,7 @@ class FleetCosts:
 
 
 class Equal(random.Random):
-    """Takes the first of all choices. With it, all workers are alike, and as fast as measured."""
+    """Takes the first of all choices, so that all workers are alike, and as fast as measured."""
 
     def choice(self, seq: SupportsLenAndGetItem[T]) -> T:
         return seq[0]
@@ -135,7 +139,8 @@ class FleetWorld(World):
         self.costs.append(Cost(num_commands, server.cpu_ms - cpu_ms, self.loop.now - began_at))
 
     def first_tokens_ms(self) -> list[float]:
-        """Returns the times from a request to its first token. Delayed requests do not count."""
+        """Returns the milliseconds from each request to its first token. Delayed requests do not
+        count."""
         with redis.Redis(unix_socket_path=str(self._server_process.path)) as connection:
             requests = lives(take_snapshot(connection, Keys(QUEUE)))
         return [
@@ -150,7 +155,8 @@ class FleetWorld(World):
 def measure(
     num_workers: int, num_requests: int, seed: int, library: Path, kind: str = ""
 ) -> FleetCosts:
-    """Runs a fleet: first without requests, then with those of one client.
+    """Run a fleet: first without requests, then with the requests of one client. Returns the
+    figures.
 
     Raises RuntimeError if the world's audit finds a violation.
     """

@@ -22,7 +22,8 @@ _DRAIN_SECONDS = 1
 
 
 class NumberedProtocol(BoundedProtocol):
-    """A protocol whose order in uvicorn's set of connections does not depend on its address."""
+    """A protocol whose order in uvicorn's set of connections does not depend on its memory
+    address."""
 
     num_made = 0
 
@@ -36,7 +37,8 @@ class NumberedProtocol(BoundedProtocol):
 
 
 class GatewayProgram:
-    """A gateway, without its command line and signals. Its place is its host in the network."""
+    """A gateway, without its command line and signals. The name of its place is its host in the
+    network."""
 
     def __init__(self, process: Process, _rng: random.Random, *, folder: Path) -> None:
         self.process = process
@@ -45,7 +47,7 @@ class GatewayProgram:
         self.main = process.start(self._run())
 
     def drain(self) -> None:
-        """Stop as after SIGTERM."""
+        """Stop as after a first SIGTERM: let open streams end."""
         if self._server is not None:
             self._server.should_exit = True
 

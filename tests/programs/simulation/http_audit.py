@@ -17,8 +17,8 @@ _STATES = {"cancelled": "cancelled", "deadline_exceeded": "expired"}
 def check_http(
     streams: Iterable[HttpStream], requests: Mapping[str, Request], notes: Notes
 ) -> Iterator[Violation]:
-    """Yields a violation for each answer that is not whole, once and unchanged, and for each
-    request that runs on without its client."""
+    """Yields a violation for each answer that is not whole, or has a repeated or changed part. Also
+    yields one for each request that runs on after its client has left."""
     for stream in streams:
         request_id = stream.request.request_id
         found = requests.get(request_id)

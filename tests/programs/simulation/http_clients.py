@@ -22,7 +22,7 @@ _TRY_AGAIN = {"queue_unavailable", "gateway_stopping", "no_worker", "body_not_re
 
 
 class LostError(Exception):
-    """The connection ended before the answer, or the gateway could not answer yet."""
+    """Raised if the connection ends before the answer, or if the gateway cannot answer yet."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class HttpStream:
         return bool(self.num_done or self.code)
 
     def read(self, frame: bytes) -> None:
-        """Reads one server-sent event."""
+        """Add one server-sent event, and check its place in the stream."""
         lines = [line for line in frame.decode().split("\n") if not line.startswith(":")]
         fields = dict(line.split(": ", 1) for line in lines if line)
         if not fields:
@@ -95,10 +95,11 @@ class HttpStream:
 
 
 def plan_stream(request: Sent, rng: random.Random, is_calm: bool) -> HttpStream:
-    """Decides how a client behaves. Adapts the kind of the request to that.
+    """Returns a client's plan: whether the client leaves, and whether its request is detached.
+    Changes the kind of the request to the end that this plan leads to.
 
-    A gateway cancels a request whose client departs, unless it is detached. In a world with faults,
-    connections also end against the client's will.
+    A gateway cancels a request whose client departs, unless the request is detached. In a world
+    with faults, connections also end against the client's will.
     """
     detach, leaves = rng.random() < 0.5, rng.random() < _LEAVERS
     request.delay_ms = 0
@@ -111,7 +112,7 @@ def plan_stream(request: Sent, rng: random.Random, is_calm: bool) -> HttpStream:
 
 
 def find_ids(streams: Iterable[HttpStream], snapshot: Snapshot) -> None:
-    """Finds the ids of requests whose client got only an error, which names no id."""
+    """Store the ids of requests whose clients got only an error, because the error names no id."""
     ids: dict[int, list[str]] = {}
     for request_id, record in snapshot.requests.items():
         ids.setdefault(json.loads(record["payload"])["seed"], []).append(request_id)
@@ -123,7 +124,8 @@ def find_ids(streams: Iterable[HttpStream], snapshot: Snapshot) -> None:
 
 
 class HttpClientProgram:
-    """Callers of gateways in one simulated process. A new one continues the unfinished streams."""
+    """HTTP clients of gateways in one simulated process. After a restart, the new process continues
+    the unfinished streams."""
 
     def __init__(
         self,

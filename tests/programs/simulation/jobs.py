@@ -31,7 +31,7 @@ Work = Callable[[JobsSettings, Callable[[], bool]], None]
 
 
 class JobsProgram:
-    """A process of `promptq jobs`, whose parent starts it again after an error of the server."""
+    """A process of `promptq jobs`. Its parent starts it again after an error of the server."""
 
     def __init__(
         self, process: Process, _rng: random.Random, *, work: Work, folder: Path, lease_ms: int
@@ -62,7 +62,7 @@ class JobsProgram:
 
 
 def run_upkeep(settings: JobsSettings, is_over: Callable[[], bool]) -> None:
-    """Runs the jobs of upkeep that leaders have enqueued."""
+    """Run the jobs of upkeep that leaders have enqueued, until `is_over` returns True."""
     with rq_jobs.open_jobs_redis(settings) as connection:
         queue = rq_jobs.upkeep_queue(settings.queue, connection)
         while not is_over():

@@ -15,7 +15,7 @@ _MOST_SECONDS_OLD = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """An answered call that takes, renews or releases a lease, at a time of the world."""
+    """An answered call that takes, renews or releases a lease. `at` is the world's time."""
 
     process: str
     holder: str
@@ -25,7 +25,7 @@ class Hold:
 
 
 def check_leaders(holds: Iterable[Hold]) -> Iterator[Violation]:
-    """Yields a violation whenever a leader begins while another one leads."""
+    """Yields a violation for each time at which a leader begins while another process leads."""
     leader, until = "", 0.0
     for hold in holds:
         if not hold.has_worked:
@@ -43,9 +43,10 @@ def check_leaders(holds: Iterable[Hold]) -> Iterator[Violation]:
 
 
 def check_acts(holds: Iterable[Hold], acts: Iterable[tuple[str, float]]) -> Iterator[Violation]:
-    """Checks that each process that enqueued upkeep led at that time, in a world without faults.
+    """Checks that each process that enqueued upkeep was the leader at that time, in a world without
+    faults.
 
-    `acts` has the name of the process and the time of each of its calls.
+    `acts` has the name of the process and the time of each call that enqueued upkeep.
     """
     led = [hold for hold in holds if hold.has_worked]
     for process, at in acts:
@@ -58,6 +59,7 @@ def check_acts(holds: Iterable[Hold], acts: Iterable[tuple[str, float]]) -> Iter
 
 
 def check_upkeep(seen_at: float | None, now: float) -> Iterator[Violation]:
-    """Checks the time of the last upkeep, long enough after the faults."""
+    """Yields a violation if the last upkeep (`seen_at`) is too long ago. Call this long enough
+    after the faults."""
     if seen_at is None or now - seen_at > _MOST_SECONDS_OLD:
         yield Violation("no upkeep", "", f"last at {seen_at}, and now it is {now:.3f}")

@@ -1,9 +1,10 @@
-"""Judges `shortest_first_ms` in the simulated world: latencies, in parts of those by arrival.
+"""Judges `shortest_first_ms` in the simulated world: latencies, as shares of the latencies in order
+of arrival.
 
-`python -m tests.programs.simulation.lengths --seed 1000` prints the table of held-out
-seeds. Outputs are heavy-tailed, and the queue does not know them: a stop string ends each, far
-below its `max_tokens`. Of its expected length, a part is the truth (the predictability), and the
-rest is the length of some other output.
+`python -m tests.programs.simulation.lengths --seed 1000` prints the table of held-out seeds. The
+lengths of outputs are heavy-tailed, and the queue does not know them: a stop string ends each
+output, far below its `max_tokens`. A request's expected length is a mean of two lengths: its true
+length, with the weight `predictability`, and the length of some other output.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _figures(latencies: Latencies) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Print a row for each load: three figures for each predictability."""
+    """Print a row for each load. A row has three figures for each predictability."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=4)

@@ -1,9 +1,9 @@
 """An event loop with virtual time for several simulated processes.
 
-Each callback belongs to the process in whose context it was made. A process runs its callbacks in
-the order in which they became ready, as in asyncio. The seed decides which process is next, and
-when a process pauses. Time passes a little with each callback, and jumps to the next timer when no
-process is ready.
+Each callback belongs to the process in whose context the callback was made. A process runs its
+callbacks in the order in which they became ready, as in asyncio. The seed decides which process is
+next, and when a process pauses. Time passes a little with each callback, and jumps to the next
+timer when no process is ready.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ PROCESS: ContextVar[Process] = ContextVar("PROCESS")
 
 
 class StandstillError(Exception):
-    """Raised if no process will ever run again, or if a world takes too many callbacks."""
+    """Raised if no process will ever run again, or if a world runs too many callbacks."""
 
 
 class Callback(asyncio.TimerHandle):
-    """A call that waits in its process, or for its time. `asyncio` makes such handles slowly."""
+    """A call that waits until its process is next, or until its time. asyncio would need more time
+    to make such a handle."""
 
     __slots__ = ("process",)
 
@@ -90,7 +91,7 @@ class Process:
         return self._rng.randbytes(size)
 
     def sleep(self, seconds: float) -> None:
-        """Wait in blocking code. Raises RuntimeError in a process that has none."""
+        """Wait in blocking code. Raises RuntimeError in a process without blocking code."""
         if self.thread is not None:
             self.thread.wait(seconds, lambda wake: None)
         elif seconds > 0:
@@ -101,7 +102,7 @@ class Process:
         return (monotonic - self.pid * 1000) / self._rate
 
     def start(self, main: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in this process."""
+        """Run a coroutine in this process. Returns its task."""
         return self.context.copy().run(self.loop.create_task, main)
 
     def pause(self) -> None:
@@ -114,7 +115,7 @@ class Process:
         self.loop.offer(self)
 
     def kill(self) -> None:
-        """End at once: no callback, timer or `finally` of the process runs again."""
+        """Kill the process: no callback, timer or `finally` of the process runs again."""
         self.is_alive = False
         self.loop.withdraw(self)
         # Objects that nothing refers to would be finalized, which runs code of the dead process.
@@ -124,7 +125,7 @@ class Process:
 
 
 class SimulatedTask(asyncio.Task[Any]):
-    """A task whose order in a set does not depend on its address."""
+    """A task whose order in a set does not depend on its memory address."""
 
     def __init__(self, coroutine: Any, **options: Any) -> None:
         loop: SimulatedLoop = options["loop"]
@@ -199,7 +200,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, function: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Run a function of a thread: at once as a whole, after a time that the seed chooses."""
+        """Run a function that would run in a thread. The function runs as a whole in one callback,
+        after a time that the seed chooses."""
         future = self.create_future()
 
         def run() -> None:

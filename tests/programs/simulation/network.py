@@ -22,7 +22,8 @@ _CUT_SHARE = 0.05
 
 
 class Network:
-    """All connections of a world. Each is made to a process that listens, by its host's name."""
+    """All connections of a world. A client connects to the name of a host, and reaches the process
+    that listens there."""
 
     def __init__(self, loop: SimulatedLoop, trace: Trace) -> None:
         self.loop = loop
@@ -40,7 +41,8 @@ class Network:
     def listen(
         self, host: str, process: Process, factory: Callable[[], asyncio.Protocol]
     ) -> Listener:
-        """Accept all connections to `host` in this process."""
+        """Accept all connections to `host` in `process`. `factory` makes the protocol of each
+        connection."""
         self._listeners[host] = (process, factory)
         return Listener(self, host)
 
@@ -75,15 +77,15 @@ class Network:
             link.cut()
 
     def hold(self, process: Process, seconds: float) -> None:
-        """Deliver nothing to and from a process for some time, and then everything."""
+        """Deliver nothing to and from a process for `seconds`, and then deliver everything."""
         self._held_until[process] = self.loop.now + seconds
 
     def refuse(self, process: Process, seconds: float) -> None:
-        """Refuse new connections of a process for some time."""
+        """Refuse new connections of a process for `seconds`."""
         self._refused_until[process] = self.loop.now + seconds
 
     def heal(self) -> None:
-        """End all holds and refusals, and losses that have not happened yet."""
+        """End all holds and refusals, and cancel losses that have not happened yet."""
         self._held_until.clear()
         self._refused_until.clear()
         for link in self.links:
@@ -128,7 +130,8 @@ class Listener:
 
 
 class Link:
-    """One connection. `near` is the client's end, `far` that of the process that listens."""
+    """One connection. `near` is the client's end, and `far` is the end of the process that
+    listens."""
 
     def __init__(self, network: Network, client: Process, server: Process) -> None:
         network.num_links += 1
@@ -146,7 +149,7 @@ class Link:
         self.near.peer, self.far.peer = self.far, self.near
 
     def carry(self, sender: Transport, data: bytes) -> None:
-        """Bring data to the other end."""
+        """Send data to the other end."""
         receiver = sender.peer
         if receiver is self.near and self.swallows_replies:
             self.network.trace.note(receiver.process, f"loses a reply on link {self.number}")
@@ -159,14 +162,14 @@ class Link:
         self.deliver(receiver, receiver.receive, data)
 
     def end(self, sender: Transport) -> None:
-        """Bring the end of the sender's data to the other end."""
+        """Tell the other end that the sender sends no more data."""
         receiver = sender.peer
         self.deliver(receiver, receiver.receive_end)
         if receiver.is_over and self in self.network.links:
             self.network.links.remove(self)
 
     def cut(self) -> None:
-        """Lose all data under way, and reset both ends."""
+        """Lose all data that has not arrived yet, and reset both ends."""
         if self._is_cut:
             return
         self._is_cut = True
@@ -177,7 +180,8 @@ class Link:
             self.network.loop.at(when, end.process, end.reset)
 
     def deliver(self, receiver: Transport, callback: Callable[..., None], *args: Any) -> None:
-        """Call `callback` in the receiver's process when data that is sent now arrives there."""
+        """Call `callback` in the receiver's process at the time when data that is sent now arrives
+        there."""
         network = self.network
         arrival = network.loop.now + self._latency + network._draw(_LONGEST_LATENCY_SECONDS)
         arrival = receiver.last_arrival = max(arrival, receiver.last_arrival)

@@ -1,4 +1,5 @@
-"""Records of a world, beside those of its subscribers. Times are the world's, in seconds."""
+"""Records of a world that its parts write, besides the records of subscribers. Times are the
+world's, in seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _MOST_SECONDS_OF_A_CUT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of an engine that has generated tokens of a request."""
+    """An engine's step that has generated tokens of a request."""
 
     worker: str
     at: float
@@ -36,7 +37,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class DueClaim:
-    """A claim at a time, of which the worker knew since `due_at` that it might find a request."""
+    """A claim at the time `at`. Since `due_at`, the worker knew that a claim might find a
+    request."""
 
     worker: str
     due_at: float
@@ -66,7 +68,7 @@ class Disturbance:
 
 @dataclass(slots=True)
 class Drain:
-    """A drain of a worker. `grace_seconds` is the time that running requests get."""
+    """A drain of a worker. `grace_seconds` is the time that running requests may still take."""
 
     grace_seconds: float
     begin: float
@@ -108,7 +110,7 @@ class Notes:
         )
 
     def is_quiet(self, at: float) -> bool:
-        """Returns whether only losses of messages may still have an effect."""
+        """Returns whether, at the time `at`, only losses of messages may still have an effect."""
         return self.is_calm(at) or all(
             fault.kind is Fault.LOSE_MESSAGES or fault.end + _RECOVERY_SECONDS < at
             for fault in self.disturbances
@@ -117,7 +119,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request's life on the server, from its record."""
+    """The history of a request, from its record on the server."""
 
     request_id: str
     enqueued_at: float
@@ -127,6 +129,6 @@ class Request:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """The attempts that ended before the request did."""
+        """The attempts that ended before the request's end."""
         history: list[dict[str, Any]] = self.record.get("history", [])
         return history

@@ -1,9 +1,11 @@
 """Checks the order in which workers claim requests: none starves beyond what the settings allow.
 
-A score is the time of enqueueing, moved by the priority and by at most `shortest_first_ms`, so with
-time each request comes before all that are enqueued later. A request behind another one may
-overtake only if the other does not fit into the worker, in a limited number of claims, or if the
-worker prefers it (`affinity_ms`). Of the latter, only a limited number overtake a request."""
+A score is the time of enqueueing, moved by the priority and by at most `shortest_first_ms`. So at
+some time each request comes before all requests that are enqueued later. A request may overtake an
+earlier one in two cases only. First, the earlier request does not fit into the worker; this counts
+for a limited number of claims. Second, the worker prefers the later request (`affinity_ms`); this
+counts for a limited number of requests.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ _TOLERANCE_MS = 0.01
 
 
 def check_scores(sent: Iterable[Sent], snapshot: Snapshot, plan: Plan) -> Iterator[Violation]:
-    """Yields a violation for each request that its expected output moves too far, so that it may
-    overtake, or wait for, too many others."""
+    """Yields a violation for each request that its expected output length moves further than the
+    settings allow."""
     most_ms = min(plan.shortest_first_ms, plan.aging_ms / 2)
     for request in sent:
         record = snapshot.requests.get(request.request_id, {})
@@ -36,8 +38,8 @@ def check_scores(sent: Iterable[Sent], snapshot: Snapshot, plan: Plan) -> Iterat
 
 
 def check_order(sent: Iterable[Sent], snapshot: Snapshot, plan: Plan) -> Iterator[Violation]:
-    """Yields a violation for each request that later ones overtook too often. Needs a world without
-    faults, and leaves out requests that a drain has given back."""
+    """Yields a violation for each request that later requests overtook too often. The world must
+    have no faults. Leaves out requests that a drain has given back."""
     most_preferred = _MOST_PREFERRED * plan.num_workers if plan.affinity_ms else 0
     waits = []
     for request in sent:

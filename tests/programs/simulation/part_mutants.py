@@ -1,6 +1,6 @@
-"""Broken gateways, jobs, order and restarts. Each needs a world that has these parts.
+"""Broken gateways, jobs, order and restarts. To find such a mutant, a world needs the broken part.
 
-`test_parts.py` has a plan for each.
+`test_parts.py` has a plan of a world for each mutant.
 """
 
 from __future__ import annotations

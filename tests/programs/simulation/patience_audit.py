@@ -1,4 +1,5 @@
-"""Checks that no worker reaps soon after the server was silent: others must renew first."""
+"""Checks that no worker reaps soon after the server was silent: other workers must renew their
+leases first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Places in a world: each has one program at a time, which faults end, freeze and restart."""
+"""Places in a world. Each place runs one program at a time. Faults end, freeze and restart
+programs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Program(Protocol):
     main: asyncio.Task[None]
 
     def drain(self) -> None:
-        """Ask the program to end, as SIGTERM does."""
+        """Order the program to end, as SIGTERM does."""
 
 
 P = TypeVar("P", bound=Program)
@@ -41,10 +42,11 @@ class Site:
 
 
 class Place(Generic[P]):
-    """A place with a program, which starts again after its end, unless it `ends_once`.
+    """A place that runs one program at a time, and starts the program again after its end, unless
+    `ends_once`.
 
-    `make` starts a program in a new process. `on_end` gets a program that ended by itself, and its
-    error.
+    `make` starts a program in a new process. `on_end` is called with a program that ended by
+    itself, and with the program's error.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Place(Generic[P]):
             self.program.drain()
 
     def kill(self, seconds: float) -> None:
-        """Kill the program. Another one starts after some time."""
+        """Kill the program. Another one starts after `seconds`."""
         program, self.program = self.program, None
         if program is None:  # it has not come back yet
             return
@@ -120,7 +122,7 @@ class Place(Generic[P]):
 
 
 def running(places: Iterable[Place[Any]]) -> list[Process]:
-    """Returns the processes of the programs that run."""
+    """Returns the processes of the programs that run now."""
     return [place.program.process for place in places if place.program is not None]
 
 

@@ -1,4 +1,5 @@
-"""The plan of a world, drawn from its seed before it begins, so that a part can be left out."""
+"""The plan of a world, drawn from its seed before the world begins. So a part of the plan can be
+left out."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tests.programs.chaos.processes.fleet import LEASE_MS
 
 
 class Fault(StrEnum):
-    """Kinds of faults. A process has a place in its world: after its end, a new one starts."""
+    """Kinds of faults. When a fault ends a process, its place starts a new process."""
 
     KILL = "kill a worker"
     DRAIN = "drain a worker"
@@ -77,7 +78,8 @@ _LONGEST_OUTAGE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """A fault at a time of the world. `choice` selects its process or connection, from 0 to 1."""
+    """A fault at a time of the world. `choice` (0 to 1) selects the fault's process or
+    connection."""
 
     at: float
     kind: Fault
@@ -128,7 +130,8 @@ class Plan:
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
-        """Returns the plan of a seed, with at most `most_requests`."""
+        """Returns the plan of a seed. With `most_requests`, the plan has at most this number of
+        requests."""
         rng = random.Random(f"{seed} plan")
         seconds = rng.choice([1.0, 2.0, 4.0])
         num_gateways = rng.choice([0, 0, 1, 2])

@@ -48,7 +48,8 @@ _WAIT_SECONDS = 60.0
 
 
 class NotingQueue(AsyncRequestQueue):
-    """Records each claim, the number of tokens before it, and since when it was due."""
+    """Records each claim, the number of tokens before it, and the time since when the claim was
+    due."""
 
     notes: Notes
     """The records of the world that runs now."""
@@ -185,15 +186,15 @@ class WorkerProgram:
 
     @property
     def most_held(self) -> int:
-        """Number of requests that it may hold: for each place one that runs and one that preempts,
-        and those that are ready."""
+        """The most requests that the worker may hold: two for each sequence in the engine (one may
+        preempt the other), and two for each ready request."""
         if self.worker is None:
             return 0
         return 2 * (self.worker.leases.num_places + self.worker.intake._policy.depth)
 
     @property
     def has_room(self) -> bool:
-        """Whether it would claim any request."""
+        """Whether the worker has room for the largest request of a world."""
         if self.worker is None:
             return False
         room = self.worker.intake._policy.room()
@@ -201,7 +202,7 @@ class WorkerProgram:
 
     @property
     def running(self) -> set[str]:
-        """The requests in its engine."""
+        """The ids of the requests in the engine."""
         if self.worker is None:
             return set()
         return {lease.request_id for lease in self.worker.leases._running.values()}
@@ -211,7 +212,7 @@ class WorkerProgram:
         return self.ready_at is not None and not self.stop.is_set()
 
     def drain(self) -> None:
-        """Send the first SIGTERM."""
+        """Order the program to end, as the first SIGTERM does."""
         now, grace_seconds = self.process.loop.now, self.settings.drain_seconds
         self._notes.drains.setdefault(self.process.name, Drain(grace_seconds, now))
         self.stop.set()
@@ -221,7 +222,8 @@ class WorkerProgram:
         self._notes.steps[request_id].append(step)
 
     def check_idle(self) -> str:
-        """Returns what the engine still holds after a drain; empty if it holds nothing."""
+        """Checks the engine after a drain. Returns what the engine still holds; empty if it holds
+        nothing."""
         if self.engine is None:
             return ""
         self.engine.engine.check_integrity()
@@ -231,7 +233,8 @@ class WorkerProgram:
 
 @dataclass
 class Work:
-    """The requests of a client, and what it keeps on its disk: a killed client starts again."""
+    """The requests of a client, and the state that survives the client: a killed client starts
+    again with this state."""
 
     requests: list[Sent]
     seconds: float
@@ -248,7 +251,8 @@ class Work:
 
 
 class ClientProgram:
-    """Producers and subscribers of one simulated process. It waits for more work until a drain."""
+    """Producers and subscribers of one simulated process. The program waits for more requests until
+    `drain`."""
 
     def __init__(self, process: Process, rng: random.Random, *, work: Work) -> None:
         self.process = process
@@ -262,12 +266,12 @@ class ClientProgram:
         self.main = process.start(self._run())
 
     def drain(self) -> None:
-        """End when all requests have ended."""
+        """End the program when all its requests have ended."""
         self._is_draining = True
         self._has_more.set()
 
     def serve_more(self) -> None:
-        """Send the requests that the work has got."""
+        """Send the requests that were added to the work."""
         self._has_more.set()
 
     async def _run(self) -> None:
@@ -354,7 +358,8 @@ class ClientProgram:
 
 
 async def persist(action: Callable[[], Awaitable[T]]) -> T:
-    """Try until the server answers: calls of producers may fail while it does not."""
+    """Call `action` until it succeeds, because calls of producers may fail while the server is
+    away."""
     while True:
         try:
             return await action()

@@ -2,8 +2,9 @@
 
 Lengths of outputs are heavy-tailed. Most requests name a loose `max_tokens`, and end by a stop
 string. On 2026-11-30, with the held-out seeds 101 and 102, 88 to 97% of the requests ended before
-the quoted p95, whose mean was 0.67 to 0.81 of the real p95. Seed 1 was for tuning. If outputs are
-suddenly long, 95% ended before it, and it was 2.05 of the real p95.
+the quoted p95. The mean of the quoted p95 was 0.67 to 0.81 of the real p95. Seed 1 was for tuning.
+In the load whose outputs suddenly become long, 95% of the requests ended before the quoted p95,
+which was 2.05 of the real p95.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CLAIM_MS = 50
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of a world, and the KV blocks of its workers."""
+    """A load: the requests of a world, and the KV blocks of its workers."""
 
     share: float
     """Requests that come in a second, by `_REQUESTS_PER_SECOND`."""
@@ -78,7 +79,7 @@ HEAD = """\
 
 @dataclass(frozen=True, slots=True)
 class Quoted:
-    """A quote, and the real times from enqueueing (ms)."""
+    """A quote, and the real times in milliseconds from the enqueueing."""
 
     quote: Quote
     start_ms: float

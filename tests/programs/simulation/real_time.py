@@ -1,7 +1,8 @@
-"""Compares a fleet of a world with real worker processes, at the same requests at the same times.
+"""Compares a fleet of a world with real worker processes. Both get the same requests at the same
+times.
 
-The engines of both take about the measured time of each step (`step_costs.py`), times `SLOWNESS`.
-So the machine has time left, and other work on it changes little.
+Each engine takes about the measured time for a step (`step_costs.py`), times `SLOWNESS`. So the
+machine is not fully used, and other load on it changes the figures little.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ HEAD = """\
 
 @dataclass
 class Speed:
-    """Speed of a fleet, as its client sees it."""
+    """The speed of a fleet, as its client measures it."""
 
     name: str
     tokens_per_second: float
@@ -131,7 +132,7 @@ def plan_of(num_workers: int, num_requests: int, seed: int) -> Plan:
 
 
 def in_a_world(plan: Plan, library: Path, kind: str = "") -> Speed:
-    """Measures workers of a world."""
+    """Run the plan in a simulated world. Returns the speed."""
     with (
         TemporaryDirectory(prefix="fleet-") as folder,
         ServerProcess(Path(folder), library, kind) as server,
@@ -145,7 +146,7 @@ def in_a_world(plan: Plan, library: Path, kind: str = "") -> Speed:
 
 
 def in_processes(plan: Plan) -> Speed:
-    """Measures real processes of workers, and a real server."""
+    """Run the plan with real worker processes and a real server. Returns the speed."""
     worker = "tests.programs.simulation.real_worker"
     with ExitStack() as stack:
         url = stack.enter_context(EmbeddedServer()).url

@@ -1,5 +1,5 @@
-"""The worker command with the engine of a world's worker, whose steps take real time. It has the
-options of `promptq worker`."""
+"""The worker command with the engine of a world's worker, whose steps take real time. The command
+has the options of `promptq worker`."""
 
 from __future__ import annotations
 

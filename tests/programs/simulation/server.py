@@ -1,7 +1,9 @@
-"""The real server of a world. It executes one command at a time, and its clock is the world's.
+"""The real server of a world. The server executes one command at a time, and its clock is the
+world's.
 
 Each connection of the world has a real connection to the server. A PING with each command that may
-publish makes sure that the server has written all messages, which then go through the network.
+publish makes sure that the server has written all messages. These messages then go through the
+network of the world.
 """
 
 from __future__ import annotations
@@ -55,12 +57,14 @@ _SETTINGS = (
 
 
 def compile_library(folder: Path) -> Path:
-    """Returns the library that servers of worlds are started with."""
+    """Compile the library that servers of worlds preload, for the world's clock and entropy.
+    Returns its path."""
     return compile_preload(Path(__file__).with_name("preload.c"), folder)
 
 
 class ServerProcess:
-    """A server of one world, in an empty folder. It keeps its data when it is killed.
+    """The server of one world, in an empty folder. The server's data remains when the server is
+    killed.
 
     `kind` is one of `PROGRAMS`, or empty for the program that tests prefer.
     """
@@ -111,7 +115,7 @@ class ServerProcess:
         assert self._ask(b"DEBUG SET-ACTIVE-EXPIRE 0\r\n") == b"+OK\r\n"
 
     def kill(self) -> None:
-        """End the server without a warning."""
+        """Kill the server."""
         self.is_running = False
         self._process.kill()
         self._process.wait()
@@ -137,7 +141,7 @@ class ServerProcess:
             struct.pack_into("<q", self._clock, 0, nanoseconds)
 
     def ask(self, *commands: Sequence[str | int]) -> list[Any]:
-        """Returns the replies to commands that do not go through the network of the world."""
+        """Send commands directly, not through the network of the world. Returns the replies."""
         reader = hiredis.Reader(notEnoughData=_NOTHING)
         self._control.sendall(b"".join(map(hiredis.pack_command, map(tuple, commands))))
         replies: list[Any] = []
@@ -171,7 +175,7 @@ class ServerProcess:
 
 
 class SteppedServer:
-    """The server as processes of a world see it, at the host `HOST`."""
+    """The server as the processes of a world reach it, at the host `HOST`."""
 
     def __init__(
         self, network: Network, process: ServerProcess, recorder: Recorder | None = None
@@ -219,7 +223,7 @@ class SteppedServer:
         self._network.listen(HOST, self.host, self.accept)
 
     def restart(self, seconds: float) -> None:
-        """Kill the server. It starts again after some time."""
+        """Kill the server. The server starts again after `seconds`."""
         self.process.kill()
         self._network.unlisten(HOST)
 
@@ -240,7 +244,7 @@ class SteppedServer:
         return ServerConnection(self)
 
     def execute(self, connection: ServerConnection, command: Sequence[bytes]) -> bytes:
-        """Runs a command. Returns the bytes of its replies."""
+        """Execute a command. Returns the bytes of its replies."""
         sender = connection.transport.peer.process
         self.num_commands[sender.name] += 1
         name = command[0].upper()
@@ -352,7 +356,7 @@ class ServerConnection(asyncio.Protocol):
             self.transport.write(self._server.execute(self, command))
 
     def exchange(self, packed: bytes, num_replies: int) -> bytes:
-        """Sends a command to the real server, and waits for its replies."""
+        """Send a command to the real server. Returns the bytes of `num_replies` replies."""
         self.socket.sendall(packed)
         received = b""
         while num_replies:

@@ -1,4 +1,4 @@
-"""Shrinks the plan of a world that breaks a promise, so that its story is short."""
+"""Shrinks the plan of a world that breaks a promise, so that its log is short."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _candidates(plan: Plan) -> Iterator[Plan]:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """Writes a plan as JSON."""
+    """Write a plan to a file, as JSON."""
     path.write_text(json.dumps(asdict(plan), indent=1) + "\n")
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan. Raises ValueError, with one sentence, if the file has none."""
+    """Returns the plan in a file. Raises ValueError, with one sentence, if the file has none."""
     try:
         fields = json.loads(path.read_text())
         faults = [

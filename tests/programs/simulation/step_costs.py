@@ -1,6 +1,6 @@
 """The time of an engine's step by its number of tokens, as measured with the shipped model.
 
-`OMP_NUM_THREADS=1 python -m tests.programs.simulation.step_costs` measures it again.
+To measure the times again, run `OMP_NUM_THREADS=1 python -m tests.programs.simulation.step_costs`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MEASURED = (
 
 @cache
 def step_seconds(num_tokens: int) -> float:
-    """Returns the time of a step with this number of tokens, between and beyond those measured."""
+    """Returns the seconds of a step with this number of tokens, interpolated between measured steps
+    and extrapolated beyond them."""
     sizes = [size for size, _ in MEASURED]
     at = min(max(1, bisect_left(sizes, num_tokens)), len(MEASURED) - 1)
     (size, seconds), (next_size, next_seconds) = list(pairwise(MEASURED))[at - 1]

@@ -1,4 +1,4 @@
-"""Requests that others overtake too often, or that move too far, are found."""
+"""The audit finds requests that others overtake too often, and requests that move too far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PLAN = Plan(1, num_workers=1, num_clients=1, num_requests=1, seconds=1.0, faults
 
 
 def backlog(*claims: tuple[int, int], **fields: Any) -> tuple[list[Sent], Snapshot]:
-    """Returns requests that arrive at 1, 2, ... ms, by their scores and the times of claims."""
+    """Returns requests that arrive at 1, 2, ... ms, and the server's records. Each of `claims` is
+    the score and the time of the claim of one request."""
     requests, records = [], {}
     for number, (score, claimed_at) in enumerate(claims, 1):
         requests.append(Sent(f"{number}", Queue.VOLUME, Kind.PLAIN, fields))

@@ -28,12 +28,13 @@ MOST_SEEDS = 12
 
 
 def fault(kind: str, at: float, seconds: float, choice: float = 0.0) -> Fields:
-    """Returns a fault, of the first process unless `choice` selects another one."""
+    """Returns a planned fault. The fault hits the first process, unless `choice` selects another
+    one."""
     return {"at": at, "kind": kind, "choice": choice, "seconds": seconds}
 
 
 def dying(kind: str, *times: float) -> list[Fields]:
-    """Returns faults at these times, which concern the processes of a kind in turns."""
+    """Returns faults that end processes of a kind at these times, one process after the other."""
     return [
         fault(f"kill a {kind}", at, 0.02, 0.4 * (number % 2)) for number, at in enumerate(times)
     ]

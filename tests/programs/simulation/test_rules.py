@@ -1,4 +1,4 @@
-"""Each promise about time, causes and load is broken by a record that shows the contrary."""
+"""For each promise about time, causes and load, a record that breaks the promise is found."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unix_ms(at: float) -> str:
 
 @dataclass
 class Story:
-    """A request of two tokens from 1.0 to 1.2 s, served by one worker and seen by one subscriber.
+    """The records of a request of two tokens from 1.0 to 1.2 s, with one worker and one subscriber.
 
     The world has no faults.
     """
@@ -73,7 +73,8 @@ class Story:
         return {violation.rule for violation in found}
 
     def ends_an_attempt(self, how: str, at: float) -> None:
-        """Lets attempt 1, after one token, end at a time, and attempt 2 follow."""
+        """Change the records: attempt 1 ends after one token at the time `at`, and attempt 2
+        follows."""
         self.notes.calm_from = None
         begin, end = int(unix_ms(1.0)), int(unix_ms(at))
         attempt = {"attempt": 1, "how": how, "worker": f"{WORKER}-7-0a1b2c"}
@@ -201,7 +202,7 @@ def test_finds_a_claim_that_comes_late_after_a_message() -> None:
 
 
 class Server:
-    """Answers a watch as a server would, with one lease until `lease_until`."""
+    """Answers the commands of a watch as a server would, with one lease until `lease_until`."""
 
     def __init__(self) -> None:
         self.lease_until: float | None = None
@@ -235,7 +236,7 @@ NO_CALLS: dict[str, Counter[Process]] = {"connections": Counter(), "refused scri
 
 @dataclass(frozen=True)
 class Named:
-    """Stands for a process."""
+    """Stands for a simulated process: has only a name."""
 
     name: str
 
@@ -249,7 +250,7 @@ def worker(**fields: Any) -> Any:
 
 
 def look(watch: Watch, now: float, *workers: Any, is_calm: bool = True, **more: Any) -> None:
-    """Calls `look` of a watch with these workers. By default, the world is calm."""
+    """Call `look` of a watch with these workers. By default, the world is calm (has no faults)."""
     facts = {"processes": [], "calls": NO_CALLS, "is_quiet": is_calm, **more}
     watch.look(now, workers, is_calm=is_calm, **facts)
 

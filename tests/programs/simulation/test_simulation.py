@@ -1,4 +1,4 @@
-"""Worlds of random seeds keep all promises, and each seed gives one and the same world."""
+"""Worlds of random seeds keep all promises, and each seed always gives the same world."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ MOST_SEEDS = 200
 
 
 def simulate(*arguments: str | Path, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
-    """Runs worlds in a new process."""
+    """Run worlds in a new process. Returns the completed process."""
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-m", "tests.programs.simulation", *arguments]
     return run(*command, env=environment)
 
 
 def hashes_of(*arguments: str, hash_seed: str) -> list[str]:
-    """Returns a line with the hash of each world. No world may break a promise."""
+    """Run worlds. Returns a line with the hash of each world. Asserts that no world breaks a
+    promise."""
     seeds = ["--seeds", str(NUM_SEEDS), "--most-requests", "4", *arguments]
     ended = simulate(*seeds, "--hashes", hash_seed=hash_seed)
     assert ended.returncode == 0, ended.stdout + ended.stderr

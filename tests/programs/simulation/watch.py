@@ -74,8 +74,8 @@ class Watch:
     ) -> None:
         """Look at all processes and, in a calm or quiet world, at the server.
 
-        `calls` has the number of connections that each process opened, and of refused scripts. In a
-        quiet world, only losses of messages may still have an effect.
+        `calls` has the number of connections that each process opened, and the number of scripts
+        that the server refused. In a quiet world, only losses of messages may still have an effect.
         """
         workers = list(workers)
         self._calls = [*self._calls[-10:], {what: count.copy() for what, count in calls.items()}]
@@ -207,7 +207,7 @@ def check_idle(
 
 def check_given_back(ask: Ask, worker: WorkerProgram) -> Iterator[Violation]:
     """Checks that no lease belongs to a worker that has ended in order, and that the server has
-    answered its last claim."""
+    answered the worker's last claim."""
     if worker.has_unanswered_claim:
         what = f"{worker.process.name} has ended, and perhaps holds requests of a lost reply"
         yield Violation("left behind", "", what)
@@ -220,7 +220,7 @@ def check_given_back(ask: Ask, worker: WorkerProgram) -> Iterator[Violation]:
 
 
 def check_listed(ask: Ask, drained: Iterable[WorkerProgram]) -> Iterator[Violation]:
-    """Checks that workers that have ended in order are no longer listed."""
+    """Checks that the queue no longer lists workers that have ended in order."""
     [listed] = ask(("ZRANGE", _KEYS.workers, 0, -1))
     for program in drained:
         if program.worker_id.encode() in listed:

@@ -19,7 +19,7 @@ _AGAIN_KINDS = (Kind.PLAIN, Kind.PLAIN, Kind.CANCEL)
 
 
 def make_requests(process: Process, rng: random.Random, count: int) -> list[Sent]:
-    """Makes requests in the context of a process, whose clock and entropy their ids have."""
+    """Returns `count` requests. Their ids come from the clock and the entropy of `process`."""
     before, clock.running = clock.running, process
     requests = [make_request(QUEUE, rng) for _ in range(count)]
     clock.running = before
@@ -43,7 +43,7 @@ def _part_of_answer(request: Sent, rng: random.Random) -> str:
 
 
 def make_again(process: Process, rng: random.Random) -> list[Sent]:
-    """Makes the last requests of a client, which no fault delays."""
+    """Returns the last requests of a client. No fault delays these requests."""
     requests = make_requests(process, rng, len(_AGAIN_KINDS))
     for request, kind in zip(requests, _AGAIN_KINDS, strict=True):
         request.kind, request.delay_ms = kind, 0

@@ -90,7 +90,7 @@ class Result:
 
 
 class World:
-    """The processes of one world, and the faults that happen to them."""
+    """One world: its processes, and the faults that happen to them."""
 
     most_callbacks = 1_000_000
     """The number of callbacks after which the world counts as standing still."""
@@ -324,7 +324,8 @@ def run_world(
     recorder: Recorder | None = None,
     server_kind: str = "",
 ) -> Result:
-    """Run a world with a new server of this kind."""
+    """Run a world with a new server of the kind `server_kind`. Returns the result. `story` gets a
+    log of all events, and `recorder` gets all commands."""
     with (
         tempfile.TemporaryDirectory(prefix="world-") as folder,
         ServerProcess(Path(folder), library, server_kind) as server,

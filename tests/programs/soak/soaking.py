@@ -52,7 +52,8 @@ class Trend:
 
 
 def trend_of(seconds: Sequence[float], values: Sequence[float]) -> Trend:
-    """Returns the second half's trend: the first one warms caches up. Needs 8 samples or more."""
+    """Returns the trend of the second half. The first half is left out, because caches fill then.
+    Needs 8 samples or more."""
     if len(values) < 8:
         raise ValueError(f"{len(values)} samples are fewer than the 8 that a trend needs")
     half = len(values) // 2
@@ -129,7 +130,8 @@ class _Latencies:
 
 
 async def soak(seconds: float, folder: Path, faster: float = 1.0) -> Samples:
-    """Run for `seconds`, at `faster` times the rates. Samples begin when all processes are warm."""
+    """Run for `seconds`, at `faster` times the rates. Returns samples, which begin when all
+    processes are warm."""
     samples = Samples()
     async with AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedServer())
@@ -250,7 +252,7 @@ def _worker(load: Load, url: str, log: Path) -> Iterator[ChildProcess]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Returns the resident memory of a process (`VmRSS`)."""
+    """Returns the resident memory of a process (`VmRSS`) in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -277,7 +279,8 @@ def report(samples: Samples) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Returns the exit code: 1 if something grows, or an answer was not complete."""
+    """Run the command. Returns the exit code: 1 if memory or latency grows, or if an answer was not
+    complete."""
     hear_signals()
     parser = argparse.ArgumentParser(prog="python -m tests soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)

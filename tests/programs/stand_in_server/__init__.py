@@ -1,5 +1,5 @@
-"""An inference server without a model. It speaks like vLLM's, llama.cpp's or a cloud's, and fails
-on demand.
+"""An inference server without a model (the stand-in). It answers like vLLM's, llama.cpp's or
+SGLang's server, or like a cloud's, and fails on demand.
 
-Its answers and failures were recorded from the real servers (see `recorded`).
+The answers and failures were recorded from the real servers (see `recorded`).
 """

@@ -1,7 +1,7 @@
-"""`python -m tests.programs.stand_in_server vllm --port 8000`: serve until killed.
+"""Serves until killed: `python -m tests.programs.stand_in_server vllm --port 8000`.
 
-`GET /stand-in` lists running requests, `POST /stand-in {"fault": "freeze"}` makes it fail (see
-`Faults`).
+`GET /stand-in` lists running requests. `POST /stand-in {"fault": "freeze"}` makes the server fail
+(see `FAULTS`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stand-in's batch: sequences in slots, one token at a time, and its ways to fail."""
+"""The stand-in's batch: sequences in slots, one token at a time, and its kinds of failures."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def next_token(
     banned: Collection[int] = (),
     allowed: Collection[int] | None = None,
 ) -> int:
-    """Returns the token after `tokens`: a letter that depends on their number and on the last one.
-    If no letter is allowed, returns another token that is.
+    """Returns the token after `tokens`: a letter that depends on the number of tokens and on the
+    last one. If no letter is allowed, returns another allowed token.
 
-    For a request that is not greedy, `draw` is the seed and the number of tokens that this call has
-    generated. So another attempt draws other random numbers, as with the real servers.
+    For a request that is not greedy, `draw` has the seed and the number of tokens that this call
+    has generated. So another attempt draws other random numbers, as with the real servers.
     """
     state = _mixed(len(tokens) * 0x9E3779B97F4A7C15 + tokens[-1] + (tokens[0] << 16) & _MASK)
     if draw is not None:
@@ -45,7 +45,7 @@ def next_token(
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Returns the answer to a greedy request."""
+    """Returns the `num_tokens` tokens that answer a greedy request."""
     tokens = [*prompt]
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
@@ -78,7 +78,7 @@ class BrokenError(Exception):
 
 
 class Batch:
-    """Runs sequences. `told` counts the requests and their ends."""
+    """Runs sequences. `told` counts the requests and how they ended."""
 
     def __init__(
         self,
@@ -108,7 +108,8 @@ class Batch:
         self._last_broken = math.inf
 
     def fail(self, fault: str) -> None:
-        """Begin a fault. A fault of streams hits the running ones; if none runs, the next ones."""
+        """Begin a fault (see `FAULTS`). A fault of streams hits the running streams; if none runs,
+        the next ones."""
         self.fault = fault
         self._last_broken = self._counts["started"] if self._running else math.inf
 
@@ -120,7 +121,7 @@ class Batch:
         return sum(map(len, self._tokens.values())) / self.kv_tokens
 
     def refuses_more(self) -> bool:
-        """Whether the next request is one too many. Counts those that are."""
+        """Whether the batch is too full for another request. Counts each refused request."""
         is_full = self._running + self._waiting >= self._most_at_once
         self._counts["refused"] += is_full
         return is_full

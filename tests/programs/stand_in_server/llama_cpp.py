@@ -28,8 +28,8 @@ _TYPES = {"stop": "eos", "length": "limit"}
 def llama_cpp_routes(
     batch: Batch, model: str, takes_ids: bool, *, adapters: Sequence[str] = ()
 ) -> list[web.RouteDef]:
-    """Returns the routes. Of `adapters`, the last name adds OF_ADAPTER to the prompt's first token,
-    and the others more."""
+    """Returns the routes. An adapter changes the output: its routes add a number to the prompt's
+    first token. The number is OF_ADAPTER for the last name, and larger for the others."""
     names = sorted(adapters, reverse=True)
 
     def error(message: str, kind: str, code: int) -> web.Response:

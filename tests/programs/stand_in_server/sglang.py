@@ -1,4 +1,4 @@
-"""Speaks like SGLang's server in `/v1/completions`. It also stops at the model's own end token."""
+"""Speaks like SGLang's server in `/v1/completions`, which also stops at the model's end token."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sglang_routes(
     vocabulary: LLTokenizer | None = None,
     _: bool = False,
 ) -> list[web.RouteDef]:
-    """Returns the routes. Without a vocabulary, grammars are refused as xgrammar refuses our
-    form."""
+    """Returns the routes. Without a vocabulary, the routes refuse grammars as SGLang's backend
+    xgrammar refuses promptq's form of grammars."""
 
     def error(message: str, code: int) -> dict[str, Any]:
         kind = "SERVICE_UNAVAILABLE" if code == 503 else "BadRequestError"

@@ -33,8 +33,8 @@ END = "<end>"
 
 
 def save_byte_model(directory: Path) -> Path:
-    """Saves a configuration and a tokenizer with a chat template, without weights. The end token is
-    256."""
+    """Saves a configuration, and a tokenizer with a chat template, without weights. The end token
+    is 256. Returns the directory."""
     vocabulary = {character: byte for byte, character in _characters().items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,8 +49,8 @@ def save_byte_model(directory: Path) -> Path:
 
 
 def save_byte_gguf(file: Path) -> Path:
-    """Saves the byte tokenizer in a GGUF file. The format needs a merge, so it has one of two bytes
-    that no text has."""
+    """Saves the byte tokenizer in a GGUF file. The format needs at least one merge, so the file has
+    a merge of two bytes that no text has. Returns the file."""
     characters = _characters()
     tokens = [*(characters[byte] for byte in range(256)), END, characters[255] * 2]
     writer = gguf.GGUFWriter(file, "llama")
@@ -104,7 +104,8 @@ def served_upstream(
     limits: EngineLimits | None = None,
     idle_seconds: float = 60.0,
 ) -> Served:
-    """Returns the stand-in at `url`, taken to compute in fp32 unless the dialect says less."""
+    """Returns the parts of a worker that forwards to the stand-in at `url`. Without a `dialect`,
+    the stand-in counts as a vLLM that computes in fp32."""
     dialect = dialect or VllmDialect(is_exact=True)
     engine = ForwardingEngine(url, None, dialect, limits or limits_of(), DESCRIPTION, idle_seconds)
     identity = ModelIdentity("m", "vllm-m")
@@ -113,7 +114,7 @@ def served_upstream(
 
 
 def text_after(prompt: str, num_tokens: int) -> str:
-    """Returns the answer to a greedy request."""
+    """Returns the text that answers a greedy request."""
     return bytes(continuation(prompt.encode(), num_tokens)).decode()
 
 
@@ -125,18 +126,19 @@ class StandIn:
     pid: int
 
     def told(self) -> dict[str, Any]:
-        """Returns the running requests, and the ends of all that came before."""
+        """Returns the numbers of running and waiting requests, and of all requests by how they
+        ended."""
         answer: dict[str, Any] = httpx2.get(f"{self.url}/stand-in").json()
         return answer
 
     def fail(self, fault: str) -> None:
-        """Begin a fault (see `FAULTS`); an empty one ends the current fault."""
+        """Begin a fault (see `FAULTS`). An empty text ends the current fault."""
         httpx2.post(f"{self.url}/stand-in", json={"fault": fault}).raise_for_status()
 
 
 @contextmanager
 def stand_in_server(dialect: str, *options: str, port: int | None = None) -> Iterator[StandIn]:
-    """Runs a stand-in until the end of the block."""
+    """Run a stand-in until the end of the context. `dialect` is the kind of server."""
     port = port or free_port()
     command = (sys.executable, "-m", "tests.programs.stand_in_server", dialect, "--port", str(port))
     with TemporaryFile("w+") as said, running(*command, *options, stderr=said) as process:

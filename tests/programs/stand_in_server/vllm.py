@@ -42,9 +42,9 @@ def vllm_routes(
     has_pictures: bool = False,
     adapters: dict[str, str] | None = None,
 ) -> list[web.RouteDef]:
-    """Returns the routes. Without a vocabulary, grammars are ignored. With our plugin, grammars
-    begin inside of an output. With pictures, a prompt's places become tokens of the pictures.
-    `adapters` maps names to folders."""
+    """Returns the routes. Without a vocabulary, the routes ignore grammars. With promptq's plugin,
+    grammars may begin inside of an output. With pictures, each place in a prompt becomes the tokens
+    of a picture. `adapters` maps names to folders."""
     adapters = {} if adapters is None else adapters
 
     def error(message: str, kind: str, code: int, param: str | None = None) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def vllm_routes(
 
 
 def tokens_of_picture(url: str) -> list[int]:
-    """Returns the tokens that a picture becomes."""
+    """Returns the tokens that replace a picture's place in a prompt."""
     return [*hashlib.sha256(url.encode()).digest()[:5]]
 
 
@@ -313,12 +313,12 @@ def _event(
 
 
 def vector_of(token_ids: Sequence[int]) -> list[float]:
-    """Returns a vector, which is not normalised."""
+    """Returns the vector of a prompt. The vector is not normalised."""
     return [float(len(token_ids)), float(token_ids[0]), float(token_ids[-1]), 0.5]
 
 
 def pooling_routes(batch: Batch, model: str, only_scores: bool) -> list[web.RouteDef]:
-    """Returns the routes of a server that was started for pooling, where they differ."""
+    """Returns the routes of a server for pooling that differ from `vllm_routes`."""
 
     async def missing(_: web.Request) -> web.Response:
         return web.json_response({"detail": "Not Found"}, status=404)
@@ -378,5 +378,5 @@ def pooling_routes(batch: Batch, model: str, only_scores: bool) -> list[web.Rout
 
 
 def score_of(query: str, document: str) -> float:
-    """Returns the share of the query's letters that a document has."""
+    """Returns the share of the query's letters that are in the document."""
     return len({*query} & {*document}) / len({*query})

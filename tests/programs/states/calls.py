@@ -1,4 +1,5 @@
-"""Moves, each with one or more calls, built as clients and workers build them."""
+"""Moves of the exploration. A move has one or more calls, built as clients and workers build
+them."""
 
 from __future__ import annotations
 
@@ -158,8 +159,8 @@ def purge(request_id: str) -> Move:
 
 @cache
 def reprioritise(spec: Spec, read: int | None, priority: int) -> Move:
-    """Changes a priority, by a client that read the payload when it had the priority `read`. None
-    stands for the payload that was enqueued."""
+    """Returns a move that changes a priority. The client read the payload when it had the priority
+    `read`; None stands for the payload that was enqueued."""
     old = request_of(spec).to_payload() if read is None else _payload_with(spec, read)
     new = _payload_with(spec, priority)
     call = scripts.reprioritise(spec.request_id, priority, old.encode(), new)
@@ -312,8 +313,8 @@ def forget_log(request_id: str) -> Move:
 
 @cache
 def forget(request_id: str) -> Move:
-    """Forgets a request's hash, and the lengths of its outputs, because each request of this id
-    would add one more."""
+    """Returns a move in which a request's hash expires. The move also deletes the recorded lengths
+    of outputs, because each request of this id would add one more length."""
     calls = (plain("DEL", KEYS.request(request_id)), plain("DEL", KEYS.prefix + "outputs"))
     return Move("forget", f"the hash of {request_id} expires", calls, (request_id,))
 

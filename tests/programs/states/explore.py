@@ -40,7 +40,7 @@ _ANSWERS = ANSWER_INVARIANTS + CLAIM_INVARIANTS + UPKEEP_INVARIANTS
 
 @dataclass(frozen=True)
 class Invariants:
-    """The invariants to check; `progress` is about all states together."""
+    """The invariants to check. `progress` is the invariant about all states together."""
 
     states: Collection[StateInvariant] = STATE_INVARIANTS
     changes: Collection[StepInvariant] = CHANGE_INVARIANTS
@@ -96,9 +96,8 @@ MOST_STATES = 1_000_000
 
 @dataclass
 class Explored:
-    """The result of an exploration. `moves` counts those made on the server, each with all
-    invariants checked.
-    """
+    """The result of an exploration. `moves` counts the moves that were made on the server. All
+    invariants were checked for each move."""
 
     states: int = 0
     moves: int = 0
@@ -243,8 +242,8 @@ class _Exploration:
 
 
 def is_done(world: World, view: View) -> bool:
-    """Whether all existing requests have ended, and no id of a deleted request waits. If the world
-    has sweeps, also whether nothing else is left."""
+    """Whether all existing requests have ended, and no id of a deleted request waits. In a world
+    with sweeps, also whether no orphaned key is left."""
     sweeps = "sweep" in world.moves
     for request_id in world.by_id:
         is_there = view.is_accepted(request_id) or request_id in view.places
@@ -258,7 +257,8 @@ _A, _B = (name.encode() for name in WORKERS[:2])
 
 
 def canonical(snapshot: bytes) -> bytes:
-    """Returns the state, or the one with the first two workers exchanged if that sorts first."""
+    """Returns the state, or the state with the first two workers exchanged: the one that sorts
+    first."""
     exchanged = snapshot.replace(_A, b"\0").replace(_B, _A).replace(b"\0", _B)
     return min(snapshot, exchanged)
 
@@ -276,9 +276,9 @@ def walk(
 ) -> Counter[str]:
     """Walk through the world at random, and check all invariants at every step.
 
-    Returns how often each kind of move changed something. Raises ViolationError, with the shortest
-    walk to the violation that Hypothesis finds if `shortens`, and with the blob that repeats the
-    walk.
+    Returns how often each kind of move changed the state. Raises ViolationError with a walk to the
+    violation, and with the blob by which Hypothesis repeats the walk. If `shortens`, Hypothesis
+    first looks for the shortest walk.
     """
     server = StatesServer(port, texts)
     options = settings(
@@ -348,7 +348,8 @@ NUM_STEPS = 50
 
 
 def main() -> int:
-    """Explore, walk or replay. Returns 1 if a trace is refused, 2 if a file is no trace."""
+    """Explore, walk or replay. Returns the exit code: 1 if a trace is refused, 2 if a file is no
+    trace."""
     parser = argparse.ArgumentParser(prog="python -m tests states", description=__doc__)
     parser.add_argument("--worlds", default="", help="only worlds whose names contain this")
     parser.add_argument("--walks", type=int, default=2000, help="number of walks (2000)")

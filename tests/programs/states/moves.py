@@ -81,7 +81,7 @@ ALL = REQUIRED | {
 
 
 def moves(world: World, view: View) -> Iterator[Move]:
-    """Yields all moves that are possible in this state."""
+    """Yields all moves of the world's groups that are possible in this state."""
     for spec in world.specs:
         for group in _GROUPS:
             yield from (move for move in group(world, view, spec) if move.kind in world.moves)

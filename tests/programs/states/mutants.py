@@ -513,6 +513,7 @@ CHAOS_VARIABLE = "PROMPTQ_CHAOS_MUTANT"
 
 
 def break_scripts() -> None:
-    """Make this process send the scripts of the mutant that its environment names, if any."""
+    """Make this process send the scripts of the mutant that the environment names. Does nothing if
+    the environment names none."""
     if name := os.environ.get(CHAOS_VARIABLE):
         request_queue.script_text = CHAOS_MUTANTS[name].texts().__getitem__

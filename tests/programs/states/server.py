@@ -1,8 +1,9 @@
 """Sets a real server to any state, runs a real script there, and returns the outcome.
 
 The scripts are those that workers send, with a few lines before them that stop the clock, record
-published messages, and end endless scripts. Setting the state, the calls, and reading the outcome
-take one round trip together. To replay a trace, the server keeps its state and its clock."""
+published messages, and end endless scripts. One round trip sets the state, makes the calls, and
+reads the outcome. To replay a trace, the server keeps its state and its clock.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ return {{text, heard}}
 
 
 class Outcome(NamedTuple):
-    """The outcome of a move: the new state, each call's answer, the events published."""
+    """The outcome of a move: the new state, the answer to each call, and the published events."""
 
     after: bytes
     answers: list[Any]
@@ -123,7 +124,7 @@ class StatesServer:
     """One connection to a server that nobody else uses. `texts` are scripts by name.
 
     An error inside a script is an answer too: a `hiredis.ReplyError`. With `keeps_clock`, scripts
-    see the server's clock; otherwise it stands still.
+    see the server's clock; otherwise the clock stands still.
     """
 
     def __init__(
@@ -148,11 +149,12 @@ class StatesServer:
         self._socket.close()
 
     def step(self, before: bytes, move: Move) -> Outcome:
-        """Make one move."""
+        """Make one move in the state `before`. Returns the outcome."""
         return next(self.steps([(before, move)]))
 
     def steps(self, wanted: Iterable[tuple[bytes, Move]]) -> Iterator[Outcome]:
-        """Make each move in its state. The next moves are made while the caller checks one."""
+        """Make each move in its state, and yield the outcomes in order. The server makes the next
+        moves while the caller checks an outcome."""
         moves = iter(wanted)
         sent: list[tuple[bytes, Move]] = []
         while True:

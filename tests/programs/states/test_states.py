@@ -1,4 +1,4 @@
-"""Every state that the scripts can reach in small worlds fulfils all invariants."""
+"""All states that the scripts can reach in small worlds fulfil all invariants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.roles import drop_password
 
 
 def emptied(url: str) -> int:
-    """Deletes everything on the server, and returns its port."""
+    """Delete all data on the server. Returns the server's port."""
     with redis.Redis.from_url(url) as client:
         client.flushall()
     port = urlsplit(url).port

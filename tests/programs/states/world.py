@@ -1,15 +1,16 @@
 """The worlds to explore: their requests, and the moves that may happen to them.
 
 A state is all data on the server. Workers are not modelled: a move may use any claim that was ever
-returned, at any time, from any position and any number of times. This covers:
+returned, at any time, from any position and any number of times. This model covers:
 
 - a crash: the claim is never used again, and the lease expires
 - a freeze: the claim is used after other workers have continued (a zombie)
-- a lost reply: the same call (publish, release, enqueue, cancel, reap) is sent again; no worker
-  knows a claim whose reply was lost, until its session reports the last reply that it got
+- a lost reply: the same call (publish, release, enqueue, cancel, reap) is sent again
+- a lost reply to a claim: no worker knows the claim, until its session reports the last reply that
+  it got
 - calls that arrive twice, in another order, or late
 
-It covers even more than two workers could do, because two may use the same claim at once.
+Two real workers can never use the same claim at the same time. In a world, this may happen, too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ STRAY = frozenset({"half", "drop", "lose"})
 
 @dataclass(frozen=True)
 class Spec:
-    """One request of a producer. Its token `i` is `first_token + i`."""
+    """One request of a producer. Token number `i` of its output is `first_token + i`."""
 
     request_id: str
     first_token: int
@@ -68,9 +69,9 @@ class Spec:
 class World:
     """Requests, and the moves that may happen to them.
 
-    `losses` bounds the number of states: the times that a request may lose its worker, by an
-    expired lease or a release. The next worker is then healthy. `moves` names groups of the module
-    `moves`.
+    `losses` is the number of times that a request may lose its worker, by an expired lease or a
+    release. After that, workers never lose the request. This limit bounds the number of states.
+    `moves` has names of groups of the module `moves`.
     """
 
     specs: tuple[Spec, ...]
@@ -89,7 +90,7 @@ class World:
 
     @property
     def start(self) -> bytes:
-        """Returns the state before any move."""
+        """The state before any move."""
         config = [[KEYS.config, "hash", list(self.config), False]] if self.config else []
         return json.dumps(config, separators=(",", ":")).encode()
 
@@ -103,7 +104,8 @@ LogEntry = tuple[str, str]
 
 
 class View:
-    """A state of the server: the queue's keys by their meaning, and the server's time."""
+    """A state of the server: the queue's keys by their meaning, and the server's time in
+    milliseconds."""
 
     def __init__(self, snapshot: bytes, queue: Keys = KEYS, now_ms: int = NOW_MS) -> None:
         self.snapshot = snapshot
@@ -191,16 +193,16 @@ class View:
         return self.logs.get(request_id, ())
 
     def is_spoilt(self, request_id: str) -> bool:
-        """Whether its log has entries that no worker writes."""
+        """Whether the request's log has entries that no worker writes."""
         return any(not _is_event(event) for _, event in self.log(request_id))
 
     def count(self, request_id: str) -> int:
-        """How many tokens the log holds."""
+        """Returns the number of tokens in the request's log."""
         log = self.log(request_id)
         return int(log[-1][0].split("-")[0]) if log else 0
 
     def held_by_last_claim(self, session: str) -> list[str]:
-        """Returns the requests of the session's last claim that nobody else has had since."""
+        """Returns the requests of the session's last claim that no later claim has got."""
         nonce, given = self.claimed.get(session, ("", ()))
         return [
             request_id
@@ -210,13 +212,14 @@ class View:
         ]
 
     def is_orphan(self, request_id: str) -> bool:
-        """Whether a key of an id stays for ever, although nobody holds the id and no set has it."""
+        """Whether the id has a key that never expires, although nobody holds the request and no set
+        has the id."""
         keys = {self.queue.request(request_id), self.queue.tokens(request_id)}
         is_held = request_id in self.leases or request_id in self.places
         return bool(keys & self.keys - self.expiring) and not (is_held or self.is_final(request_id))
 
     def priority(self, request_id: str) -> int:
-        """The priority in the payload."""
+        """Returns the priority in the request's payload."""
         return _priority_in(self.fields(request_id).get("payload", "{}"))
 
     def is_past_deadline(self, request_id: str) -> bool:

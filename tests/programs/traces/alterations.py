@@ -47,7 +47,8 @@ def _given(entry: Entry) -> list[Any]:
 
 
 def skip_the_fence(entries: Entries) -> Entries:
-    """A worker publishes for a request that another one has got, and the server lets it."""
+    """A worker publishes for a request that another worker has claimed, and the server accepts the
+    row."""
     fences: dict[str, str] = {}
     for at, entry in enumerate(entries):
         for request_id, _, fence, *_ in _given(entry) if entry.script == "claim" else ():
@@ -134,7 +135,7 @@ def change_a_reply(entries: Entries) -> Entries:
 
 
 def change_a_token(entries: Entries) -> Entries:
-    """All replies are equal; only the result of the stream shows the change."""
+    """All replies stay equal; only the result of the stream shows the change."""
     at = _publish(entries)
     before, _, after = entries[at].args[_EVENT].partition('"token_ids":[')
     return _replaced(entries, at, _with(entries[at], _EVENT, f'{before}"token_ids":[9{after}'))

@@ -77,7 +77,8 @@ def recorded_text(name: str) -> str:
 
 
 def record_scripts() -> None:
-    """Make this process send scripts that store their calls, if its environment says so."""
+    """Make this process send scripts that store their calls. Does nothing unless the environment
+    requires it."""
     if os.environ.get(RECORD_VARIABLE):
         request_queue.script_text = recorded_text
 

@@ -22,7 +22,7 @@ _NUM_ROW, _NUM_HELD = len(Row._fields), 3
 
 @dataclass(frozen=True)
 class RecordedSpec(Spec):
-    """A request of a trace. Its tokens are those that the first accepted rows had."""
+    """A request of a trace. Its tokens are the tokens of the first accepted rows."""
 
     tokens: list[int] = field(default_factory=list)
 
@@ -38,11 +38,11 @@ def spec_of(
     aging_ms: int = LEVEL_MS,
     most_moved_ms: float = 0,
 ) -> RecordedSpec:
-    """Returns the request with a payload. Without the time of its arrival, `score` is its place in
-    the queue.
+    """Returns the request that has this payload. If `arrived_ms` is None, `score` is the request's
+    place in the queue.
 
-    The expected output may move a request by `most_moved_ms`. The arrival of the spec is the one
-    that leads to its place with levels of `LEVEL_MS`.
+    The expected output may move a request by `most_moved_ms`. The result has the arrival time that
+    leads to the request's place if a level of priority counts `LEVEL_MS`.
     """
     fields = json.loads(payload)
     priority = int(fields.get("priority") or 0)
@@ -121,7 +121,7 @@ def accepted_rows(entry: Entry) -> Iterator[Row]:
 
 
 def lease_ms_of(entry: Entry) -> int | None:
-    """Returns the length of the leases that a call gives; None if it gives none."""
+    """Returns the lease time in milliseconds that a call sets; None if the call sets no lease."""
     if entry.script == "publish":
         return int(entry.args[0])
     if entry.script == "claim":

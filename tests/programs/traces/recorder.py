@@ -22,7 +22,7 @@ _NOT_RECORDED = frozenset(
 
 
 class Recorder:
-    """Writes scripts and changes to a trace. Commands of a transaction follow one another."""
+    """Writes scripts and changes to a trace. The commands of a transaction stay together."""
 
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer

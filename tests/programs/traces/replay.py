@@ -57,7 +57,8 @@ _ENQUEUEING = ("enqueue", "requeue")
 
 
 class RefusedError(Exception):
-    """A trace is not what the scripts do. The message is one sentence that names the call."""
+    """Raised if the scripts do not do what a trace says. The message is one sentence that names the
+    call."""
 
 
 @dataclass
@@ -77,9 +78,9 @@ def replay(
     every: int = 1,
     texts: Mapping[str, str] | None = None,
 ) -> Replayed:
-    """Replay a trace on a new server of a `kind` in PROGRAMS, and check invariants at every n-th
-    call. `library` is that of `compile_library`. `texts` replace the scripts. Raises RefusedError.
-    """
+    """Replay a trace on a new server of a `kind` in PROGRAMS, and check the invariants at each call
+    whose number is a multiple of `every`. `library` comes from `compile_library`. `texts` replace
+    the scripts. Raises RefusedError."""
     replayed = Replayed()
     with tempfile.TemporaryDirectory(prefix="replay-") as temporary:
         for nth, (queue, entries) in enumerate(_by_queue(trace.entries).items()):
@@ -299,7 +300,7 @@ def _changed(before: View, after: View) -> set[str]:
 
 
 def run_replay(path: Path, kind: str, every: int) -> int:
-    """Replay the trace in a file, and print what came of it. Returns the exit code: 1 for a refused
+    """Replay the trace in a file, and print the result. Returns the exit code: 1 for a refused
     trace, 2 for a file that cannot be replayed."""
     try:
         trace = read_trace(path)

@@ -51,7 +51,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of a small world in which every alteration is possible."""
+    """Returns the file with a trace of a small world in which every alteration is possible."""
     path = tmp_path_factory.mktemp("recorded") / "trace"
     for seed in range(FIRST_SEED, FIRST_SEED + MOST_SEEDS):
         if not Plan.of(seed).shortest_first_ms:  # replays know how far it moves a request

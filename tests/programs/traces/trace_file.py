@@ -1,10 +1,11 @@
-"""Trace files: the calls that changed a server's queues, in the order in which it executed them.
+"""Trace files: the calls that changed a server's queues, in the order in which the server executed
+them.
 
-A trace has one JSON object a line. The first line is the header, the last one counts the calls. The
-lines between them are calls of scripts (`script`, `keys`, `args`) and plain commands (`command`),
-each with the server's time in microseconds (`at`) and the `reply`. A plain command that was read
-from an append-only file has no reply. If a call `goes_on`, the next one is of the same transaction.
-Bytes that are not UTF-8 are lone surrogates.
+A trace has one JSON object a line. The first line is the header, and the last line counts the
+calls. The lines between them are calls of scripts (`script`, `keys`, `args`) and plain commands
+(`command`). Each call has the server's time in microseconds (`at`) and the `reply`. A plain command
+that was read from an append-only file has no reply. If a call `goes_on`, the next call belongs to
+the same transaction. Bytes that are not UTF-8 are lone surrogates.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ UNKNOWN = object()
 
 
 class TraceError(Exception):
-    """A file is no trace that can be replayed. The message is one sentence."""
+    """Raised if a file is no trace that can be replayed. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The call in a sentence."""
+        """A sentence that names the call."""
         return (self.script or self.args[0].upper()) + (f" by {self.by}" if self.by else "")
 
     def to_json(self) -> str:
@@ -65,7 +66,8 @@ class Entry:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Entry:
-        """Reads an entry. Raises KeyError, TypeError, ValueError."""
+        """Returns the entry that these JSON fields describe. Raises KeyError, TypeError,
+        ValueError."""
         script = fields.get("script", "")
         if script and script not in SCRIPT_NAMES:
             raise ValueError(f"there is no script {script!r}")
@@ -89,7 +91,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A whole trace. `source` names the run, `lease_ms` is the length of all its leases."""
+    """A whole trace. `source` names the run, and `lease_ms` is the length of all leases in
+    milliseconds."""
 
     source: str
     lease_ms: int
@@ -104,7 +107,7 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a trace. A trace without `end` counts as cut off."""
+    """Writes a trace to a file. A trace without a call of `end` counts as cut off."""
 
     def __init__(self, file: TextIO, source: str, lease_ms: int) -> None:
         self._file = file
@@ -124,7 +127,7 @@ class TraceWriter:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace. Raises TraceError."""
+    """Returns the trace in a file. Raises TraceError."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -184,7 +187,8 @@ def texts_of(words: Iterable[bytes]) -> tuple[str, ...]:
 
 
 def plain_reply(reply: Any) -> Any:
-    """Returns a reply that hiredis has read as JSON values. RESP2 and RESP3 give the same."""
+    """Returns a reply that hiredis has read, as JSON values. RESP2 and RESP3 lead to equal
+    values."""
     match reply:
         case bytes():
             return reply.decode("utf-8", "surrogateescape")

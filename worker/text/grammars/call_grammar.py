@@ -69,8 +69,8 @@ class CallGrammar:
     def text(self, tools: Sequence[ToolSchema], *, is_begun: bool = False) -> str:
         """Returns a grammar that accepts one call of any of the tools.
 
-        `is_begun`: an earlier release of promptq wrote the first tokens of the call. That release
-        wrote no call ids, and it wrote a JSON object where this release writes tags.
+        `is_begun` is True if an earlier release of promptq wrote the first tokens of the call. That
+        release wrote no call ids, and it wrote a JSON object where this release writes tags.
         """
         calls = []
         for tool in tools:

@@ -18,7 +18,7 @@ _COMBINING = frozenset((*_BRANCH, *_BRANCHES, "$ref", "dependentSchemas", "uneva
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the schema that allows, at all depths, only properties that it names.
+    """Returns a copy of the schema in which all objects allow only properties that they name.
 
     References must be JSON pointers. Objects with `additionalProperties` do not change. Neither do
     objects to which another schema, such as a branch of `allOf`, may add properties.

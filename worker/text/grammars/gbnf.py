@@ -54,8 +54,9 @@ _ESCAPED = frozenset([*map(chr, range(32)), '"', "\\", "\x7f"])
 
 @lru_cache(maxsize=32)
 def gbnf_of(lark: str) -> str | None:
-    """Returns the GBNF of a Lark text from `lark_of`. The text may have rules, texts, patterns,
-    schemas and token ids. Returns None for other parts, or if the result is too long."""
+    """Returns the GBNF of a Lark text that `lark_of` returned. The Lark text may have rules, texts,
+    patterns, schemas and token ids. Returns None if it has other parts, or if the result is too
+    long."""
     try:
         text = _Writer().grammar(lark)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):

@@ -42,7 +42,7 @@ class Vocabulary:
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     """Returns a grammar's matcher before the first token. If the grammar is wrong, the matcher has
-    an error."""
+    an error instead (`reason_of`)."""
     from llguidance import LLMatcher
 
     return LLMatcher(vocabulary, text, log_level=_SILENT)
@@ -55,7 +55,8 @@ def options_of(strict: bool) -> dict[str, Any]:
 
 
 def schema_grammar(schema: dict[str, Any], strict: bool) -> str:
-    """Returns llguidance's grammar, in JSON, for values that match `schema`. Raises ValueError."""
+    """Returns llguidance's grammar, in JSON, for values that match `schema`. Raises ValueError if
+    llguidance refuses the schema."""
     from llguidance import LLMatcher
 
     options = cast("Any", options_of(strict))
@@ -73,7 +74,8 @@ def lark_of(text: str) -> str:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Returns the matcher's error message on one line, without the grammar and the state."""
+    """Returns the matcher's error message on one line, without the grammar and the state; empty if
+    the matcher has no error."""
     message = _LISTING.split(matcher.get_error().split("<state>")[0])[0]
     message = _PATTERN.sub("", " ".join(message.split()))
     return message if len(message) <= _MAX_REASON else message[: _MAX_REASON - 3] + "..."

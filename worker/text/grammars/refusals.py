@@ -33,7 +33,7 @@ Keys = tuple[Any, ...]
 
 
 def placed_schemas(wanted: Output) -> list[tuple[str, dict[str, Any], bool]]:
-    """Returns (path, schema, is_strict) for each schema in an output format."""
+    """Returns (path in the request, schema, is_strict) for each schema in an output format."""
     if isinstance(wanted, JsonOutput):
         return [(f"{wanted.field}.json_schema.schema", wanted.schema, wanted.strict)]
     if isinstance(wanted, ToolCallOutput):

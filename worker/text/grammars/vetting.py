@@ -38,7 +38,7 @@ _LIMIT_SIGNALS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 
 
 class NotVettedError(Exception):
-    """A grammar takes too much time or memory, or could not be tested. The message says why.
+    """Raised if a grammar takes too much time or memory, or cannot be tested. The message says why.
 
     `is_certain` is False if the next try may succeed.
     """

@@ -36,8 +36,8 @@ class Adapter:
         return [self.folder / _CONFIG, *sorted(self.folder.glob("*.safetensors"))]
 
     def check_card(self, card: Mapping[str, Any], where: str) -> None:
-        """Raises ConfigurationError if `card`, a server's description of the model with this name,
-        describes no adapter, or an adapter in another folder of this machine."""
+        """Raise ConfigurationError if `card`, a server's description of the model with this name,
+        describes no adapter, or an adapter in another folder. `where` names the server."""
         place = str(card.get("root"))
         is_other = os.path.isdir(place) and not os.path.samefile(place, self.folder)
         if is_other or not card.get("parent"):

@@ -128,8 +128,8 @@ class Mask:
     """Whether the server takes `grammar`."""
 
     def is_grammar_beside(self, biases: Mapping[str, float] | None) -> bool:
-        """Whether a call with these biases sends `grammar` instead of a list of tokens. Lists of
-        allowed and of forbidden tokens are then both too long."""
+        """Whether a call with these biases sends `grammar` instead of a list of tokens. This is so
+        if the lists of allowed and of forbidden tokens are both too long."""
         num_allowed = int(np.count_nonzero(self.allowed))
         num_biased = len(self.allowed) - num_allowed + len(self.allowed_of(biases))
         return self.may_be_grammar and min(num_allowed, num_biased) > MOST_LISTED
@@ -145,8 +145,8 @@ class Mask:
 
     @property
     def forbidden_ids(self) -> list[int]:
-        """The rejected tokens, then the other forbidden tokens. Low ids come first, because such
-        tokens are usually frequent."""
+        """The rejected tokens, then the other forbidden tokens by ascending id, because low ids are
+        usually frequent tokens."""
         ids: list[int] = np.flatnonzero(~self.allowed).tolist()
         return [*dict.fromkeys([*self.rejected, *ids])]
 
@@ -164,9 +164,9 @@ class Mask:
 
 
 class Dialect(Protocol):
-    """A protocol for one kind of server: token ids in, token ids out.
+    """Translates requests and answers for one kind of server, with token ids in both directions.
 
-    All methods raise the faults of `Server`.
+    All coroutines and generators raise the errors of `Server`.
     """
 
     abilities: EngineAbilities
@@ -182,7 +182,7 @@ class Dialect(Protocol):
         ConfigurationError for an unusable server."""
 
     def use(self, tokenizer: HuggingFaceTokenizer) -> None:
-        """Sets the model's tokenizer. Call this before `generate`."""
+        """Set the model's tokenizer. Call this before `generate`."""
 
     async def tokenize(self, server: Server, text: str) -> list[int] | None:
         """Returns a text's token ids without special tokens; None if the server cannot tokenise."""
@@ -253,8 +253,8 @@ def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbil
 async def vector_of(
     server: Server, token_ids: Sequence[int], model: str, **more: Any
 ) -> npt.NDArray[np.float32]:
-    """Returns the vector of a prompt through OpenAI's `/v1/embeddings`. `more` has fields that are
-    not in OpenAI's API."""
+    """Returns the vector [embedding_size] of a prompt through OpenAI's `/v1/embeddings`. `more` has
+    fields that are not in OpenAI's API. Raises the errors of `Server`."""
     body = {"model": model, "input": [[*token_ids]], "encoding_format": "base64", **more}
     (answer,) = (await server.post("/v1/embeddings", body, server.idle_seconds))["data"]
     return np.frombuffer(b64decode(answer["embedding"], validate=True), "<f4")
@@ -263,8 +263,8 @@ async def vector_of(
 async def score_of(
     server: Server, pair: tuple[str, str], model: str, **more: Any
 ) -> tuple[npt.NDArray[np.float32], int | None]:
-    """Returns a document's score [1] for a query, through Jina's `/v1/rerank`, and the number of
-    prompt tokens (None if it is not reported)."""
+    """Returns the score [1] of a `pair` (query, document) through Jina's `/v1/rerank`, and the
+    number of prompt tokens (None if it is not reported). Raises the errors of `Server`."""
     query, document = pair
     body = {"model": model, "query": query, "documents": [document], **more}
     answer = await server.post("/v1/rerank", body, server.idle_seconds)
@@ -294,7 +294,8 @@ async def with_pooling(
 
 
 def salt_of(request: EngineRequest, *, shares_prefixes: bool) -> dict[str, str]:
-    """Returns the field `cache_salt`: calls share cached prefixes only if their salts are equal."""
+    """Returns the field `cache_salt`; empty without a salt. Calls share cached prefixes only if the
+    calls' salts are equal."""
     tenant = "" if shares_prefixes else request.tenant
     is_salted = tenant or request.cache_salt
     return {"cache_salt": f"{tenant}:{request.cache_salt}"} if is_salted else {}

@@ -1,6 +1,7 @@
-"""Any server with OpenAI's `/v1/completions` that returns token ids.
+"""Any server with OpenAI's `/v1/completions` that takes and returns token ids.
 
-A call with vLLM's field `return_token_ids` tests this at the start. Tried with vLLM 0.32.
+At the start, a call with vLLM's field `return_token_ids` tests whether the server returns token
+ids. Tried with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class OpenAIDialect(Dialect):
-    """Sends only fields of OpenAI's API, because servers silently ignore unknown fields.
+    """Sends only `return_token_ids` and fields of OpenAI's API, because many servers silently
+    ignore other fields.
 
     `is_exact`: the server computes in fp32, so greedy streams resume exactly.
     """
@@ -158,15 +160,16 @@ def sampling_of(request: EngineRequest, max_tokens: int) -> dict[str, Any]:
 
 
 def event_of(data: bytes) -> dict[str, Any]:
-    """Returns a stream's event. If the event is an error, raises that error."""
+    """Returns a parsed event of a stream. Raises ServerFaultError, OverloadedError or RefusedError
+    if the event is an error."""
     event: dict[str, Any] = read_json(data)
     check_event(event)
     return event
 
 
 def choice_of(event: dict[str, Any]) -> tuple[dict[str, Any], FinishReason | None]:
-    """Returns an event's choice (empty if there is none), and the reason for the end. Raises
-    ServerFaultError."""
+    """Returns an event's choice (empty if there is none), and the finish reason (None before the
+    end). Raises ServerFaultError for an unknown reason."""
     if not event.get("choices"):
         return {}, None
     (choice,) = event["choices"]
@@ -177,8 +180,8 @@ def choice_of(event: dict[str, Any]) -> tuple[dict[str, Any], FinishReason | Non
 
 
 def chunk_of(event: dict[str, Any]) -> Chunk | None:
-    """Returns the tokens of a stream's event; None for an event without tokens, such as the usage.
-    Raises ServerFaultError."""
+    """Returns the tokens of a stream's event; None for an event without a choice, such as the event
+    with the usage. Raises ServerFaultError for an unusable event."""
     choice, reason = choice_of(event)
     if not choice:
         return None

@@ -30,7 +30,8 @@ from promptq.worker.upstream.dialects.transport import (
 
 class OpenAIRemoteDialect(OpenAIDialect):
     """Sends prompts as text. `model` is the server's name for the model, needed if the server has
-    several models. `max_model_len` is the length of a context; None if the server reports it."""
+    several models. `max_model_len` is the length of a context in tokens; None if the server reports
+    this length."""
 
     unheeded = OpenAIDialect.unheeded | {
         "frequency_penalty",  # a later call would not count the tokens of earlier ones

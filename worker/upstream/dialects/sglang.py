@@ -1,6 +1,6 @@
 """SGLang's server through `/v1/completions`, which takes and returns token ids.
 
-Its `/generate` repeats the whole output in each event. Tried with SGLang 0.5.23.
+SGLang's `/generate` would repeat the whole output in each event. Tried with SGLang 0.5.23.
 """
 
 from __future__ import annotations

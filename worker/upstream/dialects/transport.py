@@ -29,7 +29,7 @@ DONE = b"[DONE]"
 
 
 class ServerFaultError(Exception):
-    """The server does not answer, or broke off. The request is computed again."""
+    """The server does not answer, or broke off. The request returns to the queue."""
 
 
 class AnsweredFaultError(ServerFaultError):
@@ -67,7 +67,7 @@ class RefusedError(Exception):
 
 @contextmanager
 def malformed_as_fault() -> Iterator[None]:
-    """Raise ServerFaultError if an answer does not have the form that this kind of server sends."""
+    """Inside this context, errors about the form of a server's answer become ServerFaultError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -76,8 +76,8 @@ def malformed_as_fault() -> Iterator[None]:
 
 @contextmanager
 def answering_as(kind: str, server: Server) -> Iterator[None]:
-    """Raise ConfigurationError if the server refuses a call, or if an answer lacks a field that
-    this kind of server sends."""
+    """Inside this context, raise ConfigurationError if the server refuses a call, or if an answer
+    lacks a field that servers of this `kind` send."""
     try:
         yield
     except (RefusedError, KeyError, TypeError, ValueError) as error:
@@ -113,17 +113,17 @@ class Server:
         await self._session.close()
 
     async def get(self, path: str) -> Any:
-        """Returns a page: parsed JSON, or text."""
+        """Returns the answer to a GET: parsed JSON, or text. Waits for up to 10 seconds."""
         return await self._call("GET", path, _CALL_SECONDS)
 
     async def post(self, path: str, body: Any, seconds: float = _CALL_SECONDS) -> Any:
-        """Returns the server's answer as JSON. Waits for up to `seconds`."""
+        """Returns the answer to a POST: parsed JSON, or text. Waits for up to `seconds`."""
         return await self._call("POST", path, seconds, json=body)
 
     @asynccontextmanager
     async def stream(self, path: str, body: Any) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yields the data of each server-sent event. Leaving the context early closes the
-        connection, so that the server can stop computing."""
+        """Context with an iterator of the data of each server-sent event. If the caller leaves the
+        context early, the connection closes, so that the server can stop computing."""
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=_CONNECT_SECONDS, sock_read=self.idle_seconds
         )
@@ -228,7 +228,8 @@ def message_of(body: Any) -> str:
 
 
 def check_event(event: Any) -> None:
-    """Raises an error if an event is an error object. The object's status selects the error."""
+    """Raise OverloadedError, RefusedError or ServerFaultError if an event is an error object. The
+    object's `code` selects the error."""
     if message := message_of(event):
         code = event["error"].get("code")
         if code in _OVERLOADED:

@@ -173,8 +173,8 @@ class VllmDialect(Dialect):
     async def prompt_logprobs(
         self, server: Server, request: EngineRequest, model: str
     ) -> PromptLogprobs | None:
-        """Calls the server without a stream, because streams have no such report, and drops the
-        generated token. The server keeps the prompt's KV cache for the stream."""
+        """Returns log-probabilities of the prompt's tokens, from a call without a stream, because
+        streams do not report them. The server keeps the prompt's KV cache for the stream."""
         body = self._body(request, (), model) | {"stream": False}
         num_top = request.params.prompt_logprobs or 0
         body["sampling_params"] |= {

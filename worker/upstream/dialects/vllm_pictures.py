@@ -1,4 +1,5 @@
-"""Pictures for vLLM's server. A prompt has one token per picture. The server adds the others."""
+"""Pictures for vLLM's server. A prompt has one token for each picture. The server adds the other
+tokens of the picture."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, An
 
 async def takes_pictures(server: Server, call: dict[str, Any]) -> bool:
     """Returns whether a server reads pictures. A picture must add tokens to a chat. The server must
-    refuse a picture in `call`, which generates from token ids without a place for one. Raises
-    SilentServerError."""
+    also refuse `call` with a picture, because the call's token ids have no place for pictures.
+    Raises SilentServerError."""
     part = {"type": "image_url", "image_url": {"url": _PICTURE}}
 
     async def num_tokens(*parts: dict[str, Any]) -> int:

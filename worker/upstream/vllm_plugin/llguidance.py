@@ -1,4 +1,5 @@
-"""Precedes vLLM's llguidance on the path. Loads the worker's version if vLLM's is older than 1.9.
+"""Stands before vLLM's llguidance on Python's path, and loads the worker's version if vLLM's is
+older than 1.9.
 
 vLLM 0.32 requires an older version. That version allows more white space than the worker does, so
 answers would break the worker's rules.

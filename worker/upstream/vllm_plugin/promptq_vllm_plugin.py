@@ -1,9 +1,9 @@
 """Lets vLLM continue a grammar inside of an output. Tried with vLLM 0.32.
 
 vLLM begins each grammar at its beginning, so it could not mask an output that another call has
-begun. A call with the field NUM_EMITTED in `extra_args` says how many tokens at the end of its
-prompt belong to the output. This plugin moves the new grammar past these tokens, whichever library
-has compiled the grammar. If a token does not fit the grammar, only its request fails.
+begun. The field NUM_EMITTED in a call's `extra_args` is the number of tokens at the end of the
+prompt that belong to the output. This plugin moves the new grammar past these tokens, whichever
+library has compiled the grammar. If a token does not fit the grammar, only its request fails.
 
 This module runs in vLLM's environment, and imports nothing of promptq.
 """
@@ -18,7 +18,8 @@ NUM_EMITTED = "promptq_num_emitted"
 
 
 def register() -> None:
-    """The entry point in `vllm.general_plugins`. Each process of vLLM calls this function."""
+    """Change vLLM's `StructuredOutputManager`, or log a warning if this vLLM is not supported. Each
+    process of vLLM calls this function (entry point `vllm.general_plugins`)."""
     try:
         from vllm.v1.structured_output import (  # type: ignore[import-not-found]
             StructuredOutputManager as Manager,

@@ -1,6 +1,8 @@
-"""Compares the records of subscribers and the server's state with the promises of promptq. It does
-no I/O: it gets the records of a run and yields violations, each with the request id and the
-evidence. `outcome.py` reads the server."""
+"""Compares the records of subscribers and the server's state with the promises of promptq.
+
+The auditor does no I/O. Its input is the records of a run. Its output is violations, each with the
+request id and the evidence. `outcome.py` reads the server.
+"""
 
 from __future__ import annotations
 
@@ -308,7 +310,8 @@ def check_endings(endings: Iterable[Ending]) -> Iterator[Violation]:
 
 
 def check_refusals(told: Iterable[str]) -> Iterator[Violation]:
-    """Checks that the access rules allowed every command of every role."""
+    """Checks that the access rules allowed every command of every role. `told` are the refused
+    commands."""
     for refusal in told:
         yield Violation("refused", "", refusal)
 

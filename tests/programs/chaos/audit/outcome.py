@@ -38,8 +38,8 @@ def hold_names(keys: Keys) -> list[str]:
 def take_snapshot(
     client: redis.Redis, keys: Keys, places: Mapping[str, int | None] | None = None
 ) -> Snapshot:
-    """Reads all keys of the queue. `places` are its workers and their process ids, None for a
-    worker that does not run."""
+    """Returns the contents of the queue on the server. `places` maps the queue's workers to their
+    process ids, or to None for a worker that does not run."""
     snapshot, client = Snapshot(), client_of(client, keys)
     _sweep(RequestQueue(client, keys.queue))
     names = [name.decode() for name in client.scan_iter(match=f"{keys.prefix}*", count=_PAGE)]
@@ -77,7 +77,7 @@ def _sweep(queue: RequestQueue) -> None:
 
 
 def told_since(client: redis.Redis, keys: Keys, since_ms: int) -> set[int]:
-    """Returns the process ids of workers with a heartbeat after this time of the server."""
+    """Returns the process ids of workers with a heartbeat after `since_ms` (the server's time)."""
     found = list(_heartbeats(client_of(client, keys), keys))
     return {int(it["pid"]) for it in found if int(it["heartbeat_at"]) > since_ms}
 
@@ -159,10 +159,10 @@ class Outcome:
         references: dict[str, Expected],
         places: Mapping[Queue, Mapping[str, int | None]] | None = None,
     ) -> None:
-        """Compare the records in the folder with the server.
+        """Compare the records in the folder with the server, and store the violations.
 
-        `places` are the workers of each queue and their process ids, all idle now. None during the
-        run: then only requests that have ended are checked.
+        `places` has the workers of each queue and their process ids, when all workers are idle at
+        the end. During the run, `places` is None: then only requests that have ended are checked.
         """
         paths = sorted(folder.glob("*.jsonl"))
         sent = [record for path in paths for record in read_sent(path)]
@@ -212,7 +212,7 @@ _MOST_SHOWN = 100
 
 
 def report(outcome: Outcome) -> str:
-    """Returns a table of the injected faults and the violations."""
+    """Returns a text with a table of the injected faults and the violations."""
     return "\n".join(_lines(outcome))
 
 

@@ -82,7 +82,7 @@ class Sent:
 
     @property
     def form(self) -> str:
-        """The rule that its output obeys, for people."""
+        """A description, for people, of the rule that the request's output obeys."""
         rules = {"response_format": ", by a schema", "tool_choice": ", as a call"}
         return "".join(words for name, words in rules.items() if name in self.fields)
 
@@ -169,20 +169,20 @@ class Journal:
 
 
 def read_sent(path: Path) -> Iterator[Sent]:
-    """Reads the requests that were sent from a file of records."""
+    """Yields the sent requests in a file of records."""
     for fields in _records(path, "Sent"):
         fields["queue"], fields["kind"] = Queue(fields["queue"]), Kind(fields["kind"])
         yield Sent(**fields)
 
 
 def read_seen(path: Path) -> Iterator[Seen]:
-    """Reads the streams that were seen from a file of records."""
+    """Yields the streams of subscribers in a file of records."""
     for fields in _records(path, "Seen"):
         yield Seen(events=[_seen_event(**event) for event in fields.pop("events")], **fields)
 
 
 def read_claimed(path: Path) -> Iterator[Claimed]:
-    """Reads the claims of a worker from its log."""
+    """Yields the claims in a worker's log."""
     with path.open() as lines:
         for line in lines:
             if line.startswith("{") and '"event": "claimed"' in line and line.endswith("\n"):

@@ -1,4 +1,5 @@
-"""Breaks each rule of the auditor once, which must report it. A run without fault passes."""
+"""The tests break each rule of the auditor once, and the auditor must report this rule. A run
+without fault passes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ IN_USE = ["kv_used_tokens", "num_running", "num_waiting", "num_prefetched"]
 
 @dataclass
 class Story:
-    """A request, one subscriber's record of it, and the server's."""
+    """The records of one request: the producer's, one subscriber's and the server's."""
 
     sent: Sent
     seen: Seen
@@ -68,7 +69,8 @@ class Story:
 
 
 def story(kind: Kind = Kind.PLAIN, num_tokens: int = LENGTH, **fields: Any) -> Story:
-    """Returns a request that got `num_tokens` in events of three, and then ended."""
+    """Returns the records of a request that got `num_tokens` tokens in events of three, and then
+    ended."""
     fields = {"prompt": "a", "seed": SEED, "max_tokens": LENGTH} | fields
     sent = Sent("r", Queue.VOLUME, kind, fields, answers=["r"])
     expected = sent.expected({})
@@ -103,7 +105,7 @@ def story(kind: Kind = Kind.PLAIN, num_tokens: int = LENGTH, **fields: Any) -> S
 
 
 def ended(kind: Kind, reason: str, lived_ms: int, **fields: Any) -> Story:
-    """Returns a request that was ended before it was complete."""
+    """Returns the records of a request that was ended early for this `reason`, after `lived_ms`."""
     told = story(kind, PREFIX_LENGTH, **fields)
     told.seen.events[-1].finish_reason = told.state["result"]["finish_reason"] = reason
     told.state["state"] = reason

@@ -1,6 +1,8 @@
-"""The worker command, with a slow model-free engine that some requests kill. It records its claims
-for the audit, and sends the scripts of a mutant if the environment names one. It has the options of
-`promptq worker`."""
+"""The worker command, with a slow model-free engine that some requests kill.
+
+The worker records its claims for the audit, and sends the scripts of a mutant if the environment
+names one. The command has the options of `promptq worker`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class PoisonableRunner(ModelFreeRunner):
 
 
 class NotingQueue(AsyncRequestQueue):
-    """Logs each claim, and the number of tokens before it."""
+    """Logs each claim, and the number of the request's tokens before the claim."""
 
     async def take_batch(self, room: Room) -> Claims:
         claims = await super().take_batch(room)

@@ -1,8 +1,9 @@
 """Producers and subscribers in a separate process, which writes its records.
 
 `python -m tests.programs.chaos.processes.clients NAME SEED PRODUCERS_URL SUBSCRIBERS_URL JOURNAL
-QUEUE=RATE ...`, with rates in requests a second. At the first SIGTERM it sends no more requests,
-and ends when all its streams have ended. At the second it records the unfinished streams, and ends.
+QUEUE=RATE ...`, with rates in requests a second. At the first SIGTERM, the process sends no more
+requests, and ends when all its streams have ended. At the second SIGTERM, it records the unfinished
+streams, and ends.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _LATE_SHARE = 0.2
 
 
 class Clients:
-    """One process's producers and subscribers of one queue."""
+    """The producers and subscribers of one process, for one queue."""
 
     def __init__(
         self, name: str, queue: Queue, rng: random.Random, urls: tuple[str, str], journal: Journal
@@ -86,7 +87,8 @@ class Clients:
                 task.add_done_callback(self._under_way.discard)
 
     async def finish(self) -> None:
-        """Wait for all streams to end. If this is cancelled, the streams record what they saw."""
+        """Wait until all streams have ended. If the calling task is cancelled, the unfinished
+        streams are recorded."""
         try:
             while self._under_way:
                 await asyncio.wait(self._under_way)

@@ -42,7 +42,7 @@ class Release:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables with which its code is found."""
+        """The environment variables with which Python finds the release's code."""
         return {**os.environ, "PYTHONPATH": self._path}
 
     @property
@@ -51,7 +51,7 @@ class Release:
 
     @property
     def server(self) -> ForkServer:
-        """Forks its workers and clients."""
+        """The fork server for the release's workers and clients."""
         return fork_server(_LIBRARIES, str(self.python), PYTHONPATH=self._path)
 
     def start_worker(
@@ -63,11 +63,11 @@ class Release:
 
 
 def check_out(folder: Path, *, own_environment: bool) -> Release:
-    """Checks out the last release in `folder`. Raises CalledProcessError if this clone lacks its
-    history.
+    """Check out the last release in `folder`. Raises CalledProcessError if the clone lacks the
+    release's history.
 
-    With `own_environment` it has the package versions of its time, which takes a minute or two to
-    install. Otherwise it uses the installed ones.
+    With `own_environment`, the release gets the package versions of its time, which takes a minute
+    or two to install. Otherwise the release uses the installed packages.
     """
     clone = ["git", "clone", "--quiet", str(ROOT), str(folder)]
     subprocess.run(clone, check=True, capture_output=True)

@@ -32,7 +32,8 @@ _REAL_START_SECONDS = "3600"
 
 
 class KillableStandIn:
-    """The stand-in as a server that can be killed and started again."""
+    """A stand-in (a server without a model that answers like vLLM) that a test can kill and start
+    again."""
 
     def __init__(self, *options: str) -> None:
         self._options = options
@@ -69,7 +70,7 @@ def _num_running(server: KillableStandIn | RealServer) -> int:
 
 
 class Engines:
-    """Two stand-ins, one of which takes grammars, or one real server of another kind."""
+    """Two stand-ins, only one of which takes grammars; or one real server of the given kind."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self._is_real = kind != "stand-in"
@@ -92,8 +93,9 @@ class Engines:
         return [*where, *wait, "--model", str(self._model), "--dtype", "float32"]
 
     def references(self) -> dict[str, Expected]:
-        """Returns the answer to each request that `make_request` makes, by its template. Those of a
-        real server are the native engine's. Checks that they obey their schemas."""
+        """Returns the answer to each request that `make_request` makes, by its template. For a real
+        server, the answers are those of the native engine. Checks that answers to schemas obey the
+        schemas."""
         fields = {"temperature": 0.0, "max_tokens": MOST_UPSTREAM_TOKENS + 1}
         here = served() if self._is_real else built("vllm", self.servers[0].url, self._model)
         prepared = [prepare(here, **each, **fields) for each in UPSTREAM_REQUESTS.values()]
@@ -139,7 +141,8 @@ class Engines:
             return True
 
     async def busy(self) -> AsyncIterator[Violation]:
-        """Yields the servers that still compute something a while after the last request."""
+        """Yields a violation for each server that still computes something a while after the last
+        request."""
         for server in self.servers:
             deadline = time.monotonic() + _IDLE_SECONDS
             while (left := _num_running(server)) and time.monotonic() < deadline:

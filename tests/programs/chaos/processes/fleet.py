@@ -44,7 +44,8 @@ _RESTART_SECONDS = 0.05
 
 
 class Place:
-    """The place of one worker, and its current process."""
+    """A place in the fleet, where one worker process runs at a time. When the process ends, another
+    one starts."""
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class Place:
         self._is_wanted.set()
 
     def want(self, is_wanted: bool) -> None:
-        """Set whether a process should run here. An unwanted process drains."""
+        """Set whether a process should run here. If not, the current process drains, and no other
+        one starts."""
         if is_wanted:
             self._is_wanted.set()
         else:
@@ -105,7 +107,7 @@ class Place:
         return signal.SIGTERM in self._sent
 
     def send(self, signal_number: signal.Signals) -> bool:
-        """Signal the process, if it is ready. Returns whether it was."""
+        """Send a signal to the process, if it is ready. Returns whether the signal was sent."""
         pid = self.pid  # which may be over at the next look
         if pid is None or not self.is_ready:
             return False
@@ -118,7 +120,8 @@ class Place:
         return True
 
     def kill_model(self, rng: random.Random) -> bool:
-        """Kill the process of one of its two models."""
+        """Kill the process of one of the worker's two models. Returns False if these processes do
+        not run."""
         # The worker, what forks, and the processes of the models, in this order.
         family = family_of(self.pid) if self.pid is not None else []
         if len(family) < _FAMILY:
@@ -128,7 +131,8 @@ class Place:
         return True
 
     async def freeze(self, seconds: float) -> bool:
-        """Stop the process for `seconds`, and then continue it."""
+        """Stop the process for `seconds`, and then continue it. Returns False if no process could
+        be stopped."""
         pid = self.pid
         if self.is_frozen or pid is None or not self.send(signal.SIGSTOP):
             return False
@@ -211,10 +215,9 @@ class Place:
 
 
 class Fleet:
-    """All workers of a run. `environment` is added to that of the processes.
+    """All workers of a run. `environment` is added to the environment of the processes.
 
-    `upstream` are the options of each worker that forwards. A `model` is served in place of the
-    shipped one.
+    `upstream` has the options of each worker that forwards. A `model` replaces the shipped model.
     """
 
     def __init__(
@@ -253,7 +256,7 @@ class Fleet:
             place.start()
 
     def share_with_earlier(self, share: float) -> None:
-        """Give the earlier release this share of each queue's workers, by draining others."""
+        """Give this share of each queue's workers to the earlier release, by draining workers."""
         for number, place in enumerate(self.places):
             wanted = number % 2 < 2 * share
             place.is_to_be_earlier = wanted
@@ -261,7 +264,7 @@ class Fleet:
                 place.send(signal.SIGTERM)
 
     def scale(self, queue: Queue, rng: random.Random) -> bool:
-        """Change the number of workers, at least one, by draining or starting some.
+        """Change the number of the queue's workers, at least one, by draining or starting some.
 
         Returns whether the queue has workers in this run.
         """
@@ -278,7 +281,7 @@ class Fleet:
             place.want(True)
 
     def of(self, queue: Queue) -> list[Place]:
-        """Returns the workers that can be hurt: ready, and not frozen."""
+        """Returns the workers of a queue that faults can hit: ready, and not frozen."""
         return [
             place
             for place in self.places
@@ -293,8 +296,8 @@ class Fleet:
 
     @property
     def telling(self) -> list[Place]:
-        """Returns the workers whose own process sends heartbeats, and not one for each model, and
-        which are no overflow workers."""
+        """Returns the places whose process sends heartbeats. A worker with several models does not
+        send them itself. Leaves out overflow workers, too."""
         return [
             place
             for place in self.places
@@ -302,7 +305,8 @@ class Fleet:
         ]
 
     def pids(self) -> dict[Queue, dict[str, int | None]]:
-        """Returns the process id of each worker that sends heartbeats; None if none runs."""
+        """Returns, for each queue, the process id of each place in `telling`; None if no process
+        runs there."""
         found: dict[Queue, dict[str, int | None]] = {place.queue: {} for place in self.places}
         for place in self.telling:
             found[place.queue][place.name] = place.pid
@@ -314,5 +318,5 @@ class Fleet:
         return [ending for place in self.places for ending in place.endings]
 
     def ends(self, queue: Queue) -> Counter[str]:
-        """Returns the reasons for which processes of this queue ended, with their numbers."""
+        """Returns how many processes of this queue have ended for each reason."""
         return Counter(ending.reason for ending in self.endings if ending.queue is queue)

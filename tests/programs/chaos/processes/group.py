@@ -1,8 +1,8 @@
-"""Processes that end with their owner, however it dies.
+"""Processes that end when their owner dies, for whatever reason the owner dies.
 
-Workers die every second or two in a run, and importing torch takes longer than their life. So each
-worker is a fork of a process that has imported its libraries, and so are the clients. Like any
-other worker, it opens its connections, loads its model and starts its threads.
+Workers die every second or two in a run, and importing torch takes longer than a worker lives. So
+each worker is a fork of a process that has imported the libraries, and so is each client. Like any
+other worker, a fork opens its connections, loads its model and starts its threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_LINE = 2**20
 class ProcessGroup:
     """A process group whose first member is a shell that waits on a pipe from the owner.
 
-    When the pipe closes, the shell ends the whole group, itself included.
+    When the pipe closes, the shell kills the whole group and itself.
     """
 
     def __init__(self) -> None:
@@ -37,18 +37,19 @@ class ProcessGroup:
 
     @property
     def id(self) -> int:
-        """The group's number."""
+        """The id of the process group."""
         assert self._shell is not None
         return self._shell.pid
 
     async def spawn(self, *command: str, **options: Any) -> asyncio.subprocess.Process:
-        """Start a process in the group; `options` are those of asyncio's."""
+        """Start a process in the group. `options` are those of `asyncio.create_subprocess_exec`."""
         process = await asyncio.create_subprocess_exec(*command, process_group=self.id, **options)
         self._add(process)
         return process
 
     def fork(self, server: ForkServer, *command: str, **options: Any) -> ForkedMember:
-        """Fork a process in the group; `options` are Popen's. By default, its output is a pipe."""
+        """Fork a process in the group. `options` are Popen's. By default, the process's output is a
+        pipe."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
         process = ForkedProcess(
             [server.python, *command],
@@ -65,7 +66,7 @@ class ProcessGroup:
         self._members = [it for it in self._members if it.returncode is None] + [member]
 
     async def end(self) -> None:
-        """End all remaining processes at once."""
+        """Kill all remaining processes."""
         if self._shell is not None and self._shell.stdin is not None:
             self._shell.stdin.close()
             await self._shell.wait()
@@ -73,12 +74,13 @@ class ProcessGroup:
 
 
 def warm_up(server: ForkServer) -> None:
-    """Wait until the server has imported everything. Otherwise the first fork would wait."""
+    """Wait until the fork server has imported all libraries. Otherwise the first fork would
+    wait."""
     ForkedProcess([server.python, "-c", "pass"], server=server).wait()
 
 
 class ForkedMember:
-    """A fork with the interface of asyncio's processes."""
+    """A forked process with the interface of asyncio's processes."""
 
     def __init__(self, process: ForkedProcess) -> None:
         self._process = process
@@ -102,7 +104,8 @@ class ForkedMember:
         return self._process.wait()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """Reads its output until the process ends, and closes the output."""
+        """Yields the lines of the process's output until the process ends, and closes the
+        output."""
         reader = asyncio.StreamReader(limit=_LONGEST_LINE)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout

@@ -1,4 +1,5 @@
-"""The server of a run, or its cluster. It persists every command, is killed, and starts again."""
+"""The server of a run, or its cluster. The server persists every command, is killed, and starts
+again."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _LOOK_SECONDS = 0.01
 class PersistentServer:
     """A server on one loopback port with `appendonly yes`, `appendfsync always`, and the roles.
 
-    redis-server where it is installed, otherwise the embedded Valkey. `settings` are further ones.
+    The program is redis-server if installed, otherwise the embedded Valkey. `settings` are further
+    settings of the server.
     """
 
     def __init__(self, folder: Path, group: ProcessGroup, settings: Sequence[str] = ()) -> None:
@@ -44,7 +46,7 @@ class PersistentServer:
 
     @contextmanager
     def opened(self) -> Iterator[redis.Redis]:
-        """Yields a client that may do everything."""
+        """Yields a client of the default user, which may do everything."""
         with redis.Redis(port=self.port) as client:
             yield client
 
@@ -57,7 +59,8 @@ class PersistentServer:
         return refusals(self.url)
 
     async def start(self) -> None:
-        """Start it with its persisted data, and wait until it answers."""
+        """Start the server with its persisted data, and wait until it answers. Raises RuntimeError
+        if the server ends."""
         command = [server_program()]
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
@@ -71,7 +74,7 @@ class PersistentServer:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     async def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
-        """End it. Its persisted data stays."""
+        """End the server with the signal `how`. The persisted data stays."""
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(how)
             await self._process.wait()
@@ -83,11 +86,11 @@ key by key fails if one of its two nodes is lost."""
 
 
 class ChaoticCluster:
-    """Three primaries, each with a replica; primaries die, and the queues' slots move.
+    """Three primaries, each with a replica. Primaries die, and the slots of the queues move.
 
-    Replication is asynchronous, so a primary that dies may have accepted what its replica never
-    got. So that nothing is lost, a primary stops accepting writes just before it is killed. With
-    `may_lose` it does not.
+    Replication is asynchronous, so a primary that dies may have accepted writes that its replica
+    never got. To lose no write, a primary stops accepting writes just before it is killed. With
+    `may_lose`, a primary accepts writes until its death.
     """
 
     def __init__(self, kind: str, *, may_lose: bool = False) -> None:
@@ -110,12 +113,14 @@ class ChaoticCluster:
             yield from (name.decode() for name in node.client.scan_iter(count=1000))
 
     def refusals(self) -> list[str]:
-        """Returns the commands that its nodes refused to any role; nodes that died are left out."""
+        """Returns the commands that the running nodes have refused to any role. Nodes that died are
+        left out."""
         nodes = self._cluster.nodes
         return [it for node in nodes for it in refusals(f"redis://127.0.0.1:{node.port}/0")]
 
     def kill_primary(self, rng: random.Random) -> None:
-        """Kill the primary of a queue. It comes back as a replica of its replica."""
+        """Kill the primary of a random queue, and wait for the failover. The killed node then
+        becomes a replica of the new primary."""
         primary = self._cluster.primary_of(_key(rng))
         replica = self._cluster.replica_of(primary)
         self._num_kills += 1
@@ -129,7 +134,8 @@ class ChaoticCluster:
         until(primary.is_in_step)
 
     def unasked(self) -> Iterator[Violation]:
-        """Yields primaries that were replaced alive, so that unreplicated writes were lost."""
+        """Yields a violation if the cluster replaced primaries that this run did not kill. Such a
+        failover loses writes that were not replicated."""
         count = sum(node.num_elections for node in self._cluster.nodes) - self._num_kills
         if count > 0:
             yield Violation(
@@ -141,7 +147,8 @@ class ChaoticCluster:
             )
 
     def move_slot(self, rng: random.Random, *, at_once: bool) -> None:
-        """Move the slot of a queue to another primary."""
+        """Move the slot of a random queue to another primary: key by key, or with `at_once` in one
+        step."""
         self._cluster.move(_key(rng), at_once=at_once)
 
     def stop(self) -> None:

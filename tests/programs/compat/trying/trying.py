@@ -1,7 +1,7 @@
 """Shared parts of the programs' scripts: their calls, the right answers, and their reports.
 
 A script runs in the environment of its program, so this module needs Python alone. A plain call of
-the gateway shows the right answer: a program must return the same text, usage and reason.
+the gateway shows the right answer: a program must return the same text, usage and finish reason.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TOOL_CHOICE: dict[str, Any] = {"type": "function", "function": {"name": "paint"}
 
 
 def is_tale(got: Any) -> None:
-    """Raises AssertionError if a value does not follow SCHEMA. Accepts JSON as text, too."""
+    """Raise AssertionError if a value does not follow SCHEMA. Accepts JSON as text, too."""
     value = json.loads(got) if isinstance(got, str) else got
     if hasattr(value, "model_dump"):
         value = value.model_dump(mode="json")
@@ -76,7 +76,8 @@ TEXTS = [QUESTION, "The rain in the valley"]
 
 
 def are_vectors(vectors: list[list[float]]) -> str:
-    """Raises AssertionError unless the vectors belong to two different texts."""
+    """Returns the number of dimensions as text. Raises AssertionError unless the vectors belong to
+    two different texts."""
     same("vectors", len(vectors), len(TEXTS))
     assert len(vectors[0]) > 1, "a vector has no length"
     assert vectors[0] != vectors[1], "different texts have one vector"
@@ -88,7 +89,8 @@ def same(what: str, got: Any, wanted: Any) -> None:
 
 
 def says(error: BaseException, *words: str) -> str:
-    """Checks that an error of the program has these words."""
+    """Checks that an error of the program has these words. Returns the error as text. Raises
+    AssertionError."""
     code = getattr(error, "code", None)
     told = f"{type(error).__name__}: {error}" + (f" ({code})" if isinstance(code, str) else "")
     for word in words:
@@ -102,7 +104,8 @@ LONG_SAYS = ("characters",)
 
 
 def fails(call: Callable[[], Any], *words: str) -> str:
-    """Checks that the call raises an error with these words."""
+    """Checks that the call raises an error with these words. Returns the error as text. Raises
+    AssertionError."""
     try:
         got = call()
     except Exception as error:
@@ -111,7 +114,8 @@ def fails(call: Callable[[], Any], *words: str) -> str:
 
 
 async def fails_later(call: Awaitable[Any], *words: str) -> str:
-    """Checks that the awaited call raises an error with these words."""
+    """Checks that the awaited call raises an error with these words. Returns the error as text.
+    Raises AssertionError."""
     try:
         got = await call
     except Exception as error:
@@ -132,7 +136,7 @@ def plain(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 @dataclass
 class Answer:
-    """A plain answer, which a program must return, too."""
+    """The gateway's answer to a plain call. A program must return the same answer."""
 
     text: str
     finish_reason: str
@@ -148,7 +152,8 @@ def chat(question: str = QUESTION, **fields: Any) -> Answer:
 
 
 def greeting() -> Answer:
-    """The answer to GREETING, for programs that take one that was cut for an error."""
+    """Returns the whole answer to GREETING, for programs that treat an answer cut at `max_tokens`
+    as an error."""
     answer = chat(GREETING, max_tokens=ENOUGH_TOKENS)
     same("what a plain call gets", answer.finish_reason, "stop")
     return answer
@@ -173,7 +178,8 @@ _LOOP = asyncio.new_event_loop()
 
 
 def attempt(tried: str) -> Callable[[Callable[[], Any]], None]:
-    """Run the decorated function or coroutine at once and report the result.
+    """Run the decorated function or coroutine at once, and report its result as the attempt
+    `tried`.
 
     The function returns what the program got. An exception is the reason why the attempt fails.
     """

@@ -23,8 +23,8 @@ def keys_bear_the_queues_name(world: World, view: View) -> Problems:
 
 
 def each_request_is_in_one_place(world: World, view: View) -> Problems:
-    """A request that was accepted is waiting, delayed, active or final, and only one of these. The
-    sets that contain its id agree with its `state`.
+    """An accepted request is waiting, delayed, active or final, and only one of these. The sets
+    that contain its id agree with its `state`.
 
     Exceptions by plain clients: an id that was added to `pending` again stays there until the next
     claim. A request that was only half enqueued, or whose id was removed, is in no set.
@@ -46,9 +46,10 @@ def each_request_is_in_one_place(world: World, view: View) -> Problems:
 
 
 def nothing_is_held_after_the_end(world: World, view: View) -> Problems:
-    """A request that has ended is in no set, except a dead letter, which is in `dead`.
+    """A request that has ended is in no set, except that a dead letter is in `dead`.
 
-    If plain commands add it again, it may be in `pending` and `deadlines` until a script finds it.
+    If plain commands add an ended request again, its id may be in `pending` and `deadlines` until a
+    script finds it.
     """
     for request_id, spec in world.by_id.items():
         if not view.is_final(request_id):
@@ -85,9 +86,8 @@ def a_log_is_the_answer_so_far(world: World, view: View) -> Problems:
 
 
 def there_is_one_last_event(world: World, view: View) -> Problems:
-    """A request has a last event if and only if it has ended. No entry follows this event. The hash
-    has a copy of it, and its reason agrees with the state.
-    """
+    """A request has a last event if and only if it has ended. No entry follows this event. The
+    request's hash has a copy of the event, and the event's reason agrees with the state."""
     for request_id in world.by_id:
         if view.is_spoilt(request_id):
             continue
@@ -141,11 +141,10 @@ def a_result_is_the_whole_stream(world: World, view: View) -> Problems:
 
 
 def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Problems:
-    """Hash and log of an ended request expire, except the hash of a dead letter. Those of other
-    requests do not expire. A dead letter is in its set until it is requeued. A request that a plain
-    client cancelled before enqueueing it may expire while it waits for its end. Records of claims
-    and idempotency keys expire.
-    """
+    """Hash and log of an ended request expire, except the hash of a dead letter. Hash and log of
+    other requests do not expire. A dead letter is in its set until it is requeued. A request that a
+    plain client cancelled before enqueueing it may expire while it waits for its end. Records of
+    claims and idempotency keys expire."""
     for key in view.keys - view.expiring:
         if key.removeprefix(view.queue.prefix).partition(":")[0] in (
             "alone",
@@ -174,9 +173,8 @@ def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Proble
 
 
 def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
-    """A request that was given back, or that is or was delayed, has the score that it would have
-    got on arrival with the priority of its payload.
-    """
+    """A request that was given back, or that is or was delayed, has the score of its arrival with
+    the priority of its payload."""
     for request_id in view.pending.keys() | view.delayed.keys():
         kept, priority = view.fields(request_id).get("score"), view.priority(request_id)
         expected = world.by_id[request_id].arrived_ms + priority * 60_000
@@ -189,9 +187,8 @@ def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
 
 def the_backlog_is_what_waits(world: World, view: View) -> Problems:
     """The backlog of each tenant equals the tokens of its waiting and delayed requests, and the
-    requests of tenants are counted. This does not hold where plain clients remove requests that
-    were counted.
-    """
+    requests of tenants are counted. The invariant does not hold where plain clients remove requests
+    that were counted."""
     if world.moves & STRAY:
         return
     expected: Counter[str] = Counter()

@@ -63,9 +63,8 @@ def scripts_raise_no_errors(step: Step) -> Problems:
 
 def what_has_ended_never_changes(step: Step) -> Problems:
     """State, last event, result and log of a request do not change after its end. The log may
-    expire, and later the whole request. A purge may delete a dead letter, and a reaper may delete
-    one that was kept for its full time.
-    """
+    expire, and later the whole request. A purge may delete a dead letter, and a reaper may delete a
+    dead letter that was kept for its full time."""
     for request_id in step.world.by_id:
         if not step.before.is_final(request_id):
             continue
@@ -97,9 +96,8 @@ def a_log_only_grows(step: Step) -> Problems:
 
 
 def subscribers_hear_what_the_log_gets(step: Step) -> Problems:
-    """A request's channel gets the new entries of its log, byte for byte and in order. For a
-    request that has ended, it may get the last event again.
-    """
+    """A request's channel gets the new entries of its log, byte for byte and in order. After the
+    request has ended, the channel may get the last event again."""
     if step.move.kind == "spoil":
         return
     for request_id in step.world.by_id:
@@ -126,8 +124,8 @@ def only_the_newest_attempt_writes(step: Step) -> Problems:
 
 
 def who_lost_a_request_learns_it(step: Step) -> Problems:
-    """A worker that sends a row or a fence for a request that it no longer holds gets this answer,
-    or the answer that the request has ended."""
+    """If a worker sends a row or a fence for a request that it no longer holds, the answer is
+    `fenced`, or `finished` if the request has ended."""
     published = step.published
     if published is None:
         return
@@ -188,9 +186,8 @@ def nothing_follows_a_cancel_but_the_end(step: Step) -> Problems:
 def an_answer_to_a_producer_is_true(step: Step) -> Problems:
     """`ok` to an enqueue or requeue: the request is in the queue, without data of an earlier
     request. A refusal: nothing has changed, for all requests of the call. An id that was accepted
-    before (this id, or the one of the same idempotency key): that request has not changed. A
-    cancel: the request has ended, now or before, or its worker will see the flag.
-    """
+    before (this id, or the id of the same idempotency key): that request has not changed. A cancel:
+    the request has ended, now or before, or the request's worker will see the flag."""
     answer, script = step.outcome.answers[0], step.move.calls[0].script
     if isinstance(answer, PromptqError) or answer in ("unknown", "exists"):
         if step.after.snapshot != step.before.snapshot:
@@ -236,8 +233,7 @@ def _what_is_wrong_with_cancelled(step: Step, asked: str, status: CancelStatus) 
 def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
     """`waiting`: the worker held the request, which waits again, perhaps with a delay. `cancelled`,
     `dead`: the worker held the request, and the request has ended. `finished`: the request had
-    ended before. `fenced`: the worker no longer held it.
-    """
+    ended before. `fenced`: the worker no longer held the request."""
     answer = step.outcome.answers[0]
     if step.move.calls[0].script != "release" or not isinstance(answer, list):
         return
@@ -250,7 +246,7 @@ def an_answer_to_who_gives_back_is_true(step: Step) -> Problems:
 
 
 def others_are_left_alone(step: Step) -> Problems:
-    """A call that names requests does not change others."""
+    """A call that names requests does not change any other request."""
     if not step.move.ids:
         return
     for request_id in step.world.by_id:
@@ -271,7 +267,8 @@ def all_of(view: View, request_id: str) -> tuple[object, ...]:
 
 
 def sets_of(view: View, request_id: str) -> tuple[float | None, ...]:
-    """Returns the scores of the id in each set, `pending` first."""
+    """Returns the score of the id in each set (None if the id is not in the set), `pending`
+    first."""
     sets = (view.pending, view.delayed, view.leases, view.deadlines, view.dead)
     return tuple(members.get(request_id) for members in sets)
 
@@ -296,11 +293,10 @@ ANSWER_INVARIANTS: tuple[StepInvariant, ...] = (
 
 
 def a_claim_takes_what_waits(step: Step) -> Problems:
-    """Only a claim begins an attempt. The request waits, or returns to the queue by this claim;
-    nobody holds it, and it need not end. The attempt's number is one higher than the last, and the
-    answer has this number and the log so far. The same call sent again begins no attempt, and gets
-    the same answer.
-    """
+    """Only a claim begins an attempt. Before the claim, the request waits, or the claim itself
+    returns the request to the queue. Nobody holds the request, and it is neither cancelled nor past
+    its deadline. The attempt's number is one higher than the last, and the answer has this number
+    and the log so far. The same call sent again begins no attempt, and gets the same answer."""
     claimed = {claim.request_id: claim for claim in step.claims}
     if len(claimed) < len(step.claims):
         yield "one claim hands out a request twice"
@@ -339,11 +335,10 @@ def a_claim_takes_what_waits(step: Step) -> Problems:
 
 
 def a_lost_claim_comes_back(step: Step) -> Problems:
-    """If the next claim of a session shows that the last reply was lost, the requests of that reply
-    wait again or are claimed again, and no crash is counted. Requests of other sessions, and those
-    whose reply arrived, do not change. The server remembers the requests of the last claim. A claim
-    that arrives after a later one returns no request and takes none back.
-    """
+    """The next claim of a session may show that the last reply was lost. Then the requests of that
+    reply wait again or are claimed again, and no crash is counted. Requests of other sessions, and
+    requests whose reply arrived, do not change. The server remembers the requests of the last
+    claim. A claim that arrives after a later one returns no request and takes none back."""
     if step.move.kind not in ("claim", "session", "overtaken"):
         return
     if _is_overtaken(step):

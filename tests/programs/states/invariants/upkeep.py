@@ -28,11 +28,10 @@ def a_purge_deletes_dead_letters(step: Step) -> Problems:
 
 def a_change_of_priority_is_whole(step: Step) -> Problems:
     """`changed`: the request waits, and its payload was the one that was read. Payload, hash and
-    score have the new priority, and nothing else has changed. With another answer nothing has
-    changed, and the answer is true: a worker holds the request (`active`), it has ended
-    (`finished`), it is in no queue (`unknown`), or its payload is not the one that was read
-    (`stale`).
-    """
+    score have the new priority, and nothing else has changed. With another answer, nothing has
+    changed, and the answer is true. `active`: a worker holds the request. `finished`: the request
+    has ended. `unknown`: the request is in no queue. `stale`: the payload is not the one that was
+    read."""
     if step.move.kind != "priority":
         return
     (request_id,), (status,) = step.move.ids, step.outcome.answers
@@ -61,10 +60,9 @@ def a_change_of_priority_is_whole(step: Step) -> Problems:
 
 def a_reaper_leaves_nothing_overdue(step: Step) -> Problems:
     """After a reap no lease has expired, no delay is over, and no waiting request is past its
-    deadline. The answer has the right numbers of requests that were returned to the queue (a
-    deadline may have ended some of them), ended, made dead letters, and deleted. Dead letters that
-    were kept for their full time are deleted completely.
-    """
+    deadline. The answer counts the requests that were returned to the queue, ended, made dead
+    letters, and deleted. A deadline may have ended some of the returned requests. Dead letters that
+    were kept for their full time are deleted completely."""
     if step.move.kind != "reap":
         return
     told, expected = step.outcome.answers[0], Counter[str]()

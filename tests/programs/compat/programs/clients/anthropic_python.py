@@ -136,7 +136,7 @@ async def paint_later(hero: Hero, friends: Literal[1, 2, 3]) -> str:
 
 
 def ran(messages: list[Any]) -> str:
-    """In each of two turns the model had to call the tool."""
+    """Checks that the model called the tool in both of its two turns. Returns the calls as text."""
     same("turns", (len(messages), len(painted)), (2, 2))
     for call in painted:
         is_tale(call)

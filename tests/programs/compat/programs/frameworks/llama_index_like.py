@@ -1,6 +1,7 @@
 """LlamaIndex with its classes for servers that are like OpenAI's.
 
-It makes schemas of annotations, which therefore must not be put off.
+LlamaIndex makes schemas from annotations. So this module must not import `annotations` from
+`__future__`, which would turn annotations into texts.
 """
 
 from typing import Any, Literal

@@ -1,6 +1,7 @@
 """magentic: functions whose answer a model writes, as text, as objects and as calls.
 
-It needs the return types of functions themselves, not their names.
+magentic needs the return types of functions. So this module must not import `annotations` from
+`__future__`, which would turn the types into texts.
 """
 
 from typing import Any, Literal

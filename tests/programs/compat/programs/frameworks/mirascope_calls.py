@@ -20,7 +20,8 @@ def paint(hero: Literal["fox", "hare", "owl"], friends: Literal[1, 2, 3]) -> str
 
 
 def model(api: str, name: str = trying.ALIAS, max_tokens: int = trying.MAX_TOKENS) -> Any:
-    """The program sends no temperature to an unknown chat model."""
+    """Returns a model for `api`. Mirascope sends no temperature to a chat model that it does not
+    know."""
     return llm.Model(f"openai/{name}:{api}", temperature=0, max_tokens=max_tokens)
 
 

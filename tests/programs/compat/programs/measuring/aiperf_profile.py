@@ -1,4 +1,4 @@
-"""aiperf (NVIDIA): it measures chats, completions, responses and embeddings."""
+"""aiperf (NVIDIA): measures chats, completions, responses and embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""guidellm: it measures chats, completions, responses and embeddings."""
+"""guidellm: measures chats, completions, responses and embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ OUTPUT_TOKENS = 12
 
 
 def benchmark(path: str, *, validates: bool = False) -> Any:
-    """Returns figures of successful requests; the program may check the server's health first."""
+    """Measure `path`. Returns the figures of successful requests. With `validates`, guidellm checks
+    the server's health first."""
     report = Path(os.environ["HOME"], f"{path.replace('/', '-')}.json")
     backend = f"kind=openai_http,target={trying.ROOT_URL},model={trying.MODEL}"
     options = {

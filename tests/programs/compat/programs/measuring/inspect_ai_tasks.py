@@ -40,7 +40,8 @@ def paint() -> Any:
 
 
 def model(is_response: bool, name: str = trying.ALIAS, most: int = trying.MAX_TOKENS) -> Any:
-    """The program takes an unknown model for one that reasons, and sends no temperature."""
+    """Returns a model for chats or for the Responses API. Inspect treats an unknown model as one
+    that reasons, and sends no temperature."""
     config = GenerateConfig(temperature=0, max_tokens=most, max_retries=0)
     return get_model(
         f"openai/{name}", config=config, base_url=trying.URL, api_key=trying.KEY, memoize=False,

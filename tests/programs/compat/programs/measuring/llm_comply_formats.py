@@ -1,4 +1,4 @@
-"""llm-comply: its suites for three APIs, of which each test is an attempt."""
+"""llm-comply: its suites for three APIs. Each test of a suite counts as an attempt."""
 
 from __future__ import annotations
 
