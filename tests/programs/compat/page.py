@@ -21,15 +21,15 @@ PAGE = ROOT / "docs" / "compatibility.md"
 _REASON = 400
 _HEAD = f"""# Other people's programs
 
-These programs were tested with the gateway. `python -m tests compat` runs each one against a real
-gateway with the shipped model, and writes this page. Each program runs in a separate environment,
-with an API key and the alias `gpt-4o` for the model, and reaches no other server.
+`python -m tests compat` tests these programs with a real gateway and the [shipped
+model](architecture.md), and writes this page. Each program has a separate environment, an API key,
+and the alias `gpt-4o` for the model.
 
-Each attempt of a program tests one feature: a call, a stream, a tool, a schema, or the error of a
-wrong call, which must say how to correct the call. *passes* counts attempts with a right result
-through promptq's own engine, *vLLM* and *llama.cpp* those through these servers, which [refuse some
-fields](engines.md#refused-fields). *fails* is about promptq's own engine. *APIs* lists the parts of
-the API that the program used. `{RESULTS.relative_to(ROOT)}` has all attempts.
+Each attempt tests one feature: a call, a stream, a tool, a schema, or the error of a wrong call,
+which must say how to correct the call. *passes* counts the right results of promptq's own engine,
+*fails* its wrong results. *vLLM* and *llama.cpp* count right results through these servers, which
+[refuse some fields](engines.md#refused-fields). *APIs* are the parts of the API that the program
+used. `{RESULTS.relative_to(ROOT)}` has all attempts.
 
 | program | version | passes | vLLM | llama.cpp | APIs | fails |
 |---|---|---|---|---|---|---|
