@@ -85,7 +85,7 @@ def create(
 
     Examples:
 
-    promptq keys create operator --admin
+    promptq keys create alice --admin
     promptq keys create web --tenant web --weight 3 --tokens-per-minute 100000
     promptq keys create nightly --scope files --scope batches --expires-in 90d
     """

@@ -30,8 +30,9 @@ class OutputStyle:
     A mark is a text, such as `<tool_call>`. White space around marks is ignored. All calls in an
     output have one form. NAME is the tool's name, and {...} are its arguments as JSON:
 
-    - `object`: `before`, {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, `after`. If `between` is set,
-      there may be several objects, separated by `between`.
+    - `object`: `before`, {NAME_KEY: NAME, ARGUMENTS_KEY: {...}}, `after`. The keys are the values
+      of `name_key` and `arguments_key`. If `between` is set, there may be several objects,
+      separated by `between`.
     - `named`: `before`, NAME, `middle`, {...}, `after`. If `name_end` is set, this mark may end the
       name, and the text from there to `middle` is ignored.
     - `elements`: `before`, NAME, `middle`, the arguments, `after`. An argument is `key_before`, its
@@ -43,10 +44,10 @@ class OutputStyle:
       argument is its name, `key_after`, a literal. A string is between two `quote` marks, without
       escapes; if `quote` is empty, strings are Python's. If `before` is empty, calls are only at
       the beginning of the text, separated by `between`.
-    - `channels`: the text is a sequence of messages, each of which is `opening`, a role, `before`,
-      a channel, `middle`, a text, `closing`. The first message begins after the role. A message
-      with `prelude` and NAME in front of `middle` is a call: its text is {...}, and `after` is at
-      its end.
+    - `channels`: the text is a sequence of messages. A message is `opening`, a role, `before`, a
+      channel, `middle`, a text, `closing`. The prompt ends with the first `opening` and role, so
+      the output begins after them. A message with `prelude` and NAME between the role and `middle`
+      is a call: its text is {...}, and its end is `after`.
 
     In most forms, `opening` is before the first call and `closing` after the last one. `prelude`
     may precede a call that is not forced.

@@ -198,7 +198,8 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
 
 
 def publish(lease_ms: int, rows: Sequence[Row], held: Sequence[Held]) -> Call[Published]:
-    """Sends the events in `rows`, and renews the leases of `held`. The reply has their statuses."""
+    """Sends the events in `rows`, and renews the leases of `held`. The reply has a
+    status for each of `rows` and each of `held`."""
     args: list[str | bytes | int] = [lease_ms, len(rows)]
     for row in rows:
         args += row

@@ -49,7 +49,8 @@ class Contribution:
 
 
 def sample(part: Contribution) -> Call[int]:
-    """Adds a worker's numbers, and writes finished samples. Returns the number of these samples."""
+    """Adds a worker's numbers to the sample of the current interval, and writes the last sample if
+    its interval is over. Returns the number of written samples, 0 or 1."""
     args = named(
         generated_tokens=part.generated_tokens,
         prompt_tokens=part.prompt_tokens,

@@ -190,7 +190,8 @@ class Leases:
         return None
 
     def released(self, lease: Lease, status: str) -> Outcome | None:
-        """Act on Redis's answer to a request's return. Returns the attempt's outcome, if known."""
+        """Act on `status`, Redis's answer when the worker puts the request back into the queue.
+        Returns the attempt's outcome; None if the status does not tell it."""
         was_held = lease.is_held
         if was_held and lease.state is not _RETURNING:
             raise RuntimeError(f"{lease.request_id} is not on its way back")

@@ -69,7 +69,11 @@ class Decoder(ABC):
 
     @classmethod
     def cache_specs(cls, model: PreTrainedModel, specs: list[LayerSpec]) -> list[LayerSpec]:
-        """Returns the specs of the decoder's KV cache, for attention layers recorded as `specs`."""
+        """Returns the specs of the layers of this decoder's KV cache.
+
+        `specs` describe the attention layers as transformers computes them. A decoder that stores K
+        and V in another form returns other specs.
+        """
         return specs
 
     @classmethod  # noqa: B027  # a decoder need not change them

@@ -61,8 +61,9 @@ class RowStarts:
 class PackedModel:
     """A transformers model whose attention modules, in order of call, use `caches`.
 
-    `mixers` compute the model's recurrent modules, with states for `num_slots` sequences. With
-    `counts_rows`, the family gets the positions through RowStarts, too.
+    `mixers` compute the model's recurrent modules, with states for `num_slots` sequences. Set
+    `counts_rows` for families that compute positions from the length of transformers' cache: the
+    model then gets RowStarts in place of this cache.
     """
 
     def __init__(

@@ -31,8 +31,11 @@ class RowsOfLinear:
         linears: Sequence[nn.Linear],
         arrange: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]],
     ) -> tuple[RowsOfLinear, ...]:
-        """Returns all outputs of `linears` in a new order. `arrange` gets a tensor for each layer,
-        with a number for each output, and returns tensors with these numbers in the new order."""
+        """Returns the rows of the weights of `linears` in a new order, as runs of successive rows.
+
+        `arrange` chooses the order. It gets an index tensor for each layer, in which each row has
+        an index of its own, and returns tensors that have the same indices in the new order.
+        """
         sizes = [linear.out_features for linear in linears]
         firsts = [*accumulate((size + 1 for size in sizes[:-1]), initial=0)]
         numbers = [

@@ -178,7 +178,7 @@ class Dialect(Protocol):
         """Returns the command of a server with these settings. Raises ConfigurationError."""
 
     async def describe(self, server: Server) -> ServerDescription:
-        """Returns the server's description, after the server has generated a token. Raises
+        """Makes the server generate a token as a test, and returns the server's description. Raises
         ConfigurationError for an unusable server."""
 
     def use(self, tokenizer: HuggingFaceTokenizer) -> None:

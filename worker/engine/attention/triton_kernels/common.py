@@ -35,7 +35,7 @@ def block_ids(
     table: tl.tensor, token: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr
 ) -> tl.tensor:
     """Returns the block ids of the positions `token`, or 0 from `end` on. `table` is the sequence's
-    block table. Loops load the next tile's ids early, so that loads of K and V do not wait."""
+    block table. Kernels load the ids one tile ahead, so that loads of K and V do not wait."""
     return tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0)
 
 

@@ -28,10 +28,10 @@ def rates_of(
     NUM_HEADS: tl.constexpr,
     IS_DELTA: tl.constexpr,
 ) -> tl.tuple:
-    """Returns the logarithms of the decays and the update rates of one value head, each [rows].
-    Both are zero where `is_row` is false.
+    """Returns two tensors [rows] for one value head: the logarithm of the decay, and the update
+    rate. Both are zero where `is_row` is false.
 
-    `rates` [rows] points to the model's numbers of each row. In the delta rule these are an update
+    `rates` [rows] points to the numbers that the model computed for each row. In the delta rule these are an update
     rate for each head, then a time step for each head. Without the delta rule there are only time
     steps, and a head's time step is also the update rate.
     """
