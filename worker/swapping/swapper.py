@@ -83,8 +83,8 @@ class Swapper:
 
     @property
     def health(self) -> Health:
-        """The health of this process, which starts the models' processes. `is_claiming` is True until
-        `drain` begins."""
+        """The health of this process, which starts the models' processes. `is_claiming` is True
+        until `drain` begins."""
         return Health(has_started=self._has_started, is_claiming=not self._is_leaving)
 
     async def start(self, stop: asyncio.Event) -> None:

@@ -33,8 +33,8 @@ class RowsOfLinear:
     ) -> tuple[RowsOfLinear, ...]:
         """Returns the rows of the weights of `linears` in a new order, as runs of successive rows.
 
-        `arrange` chooses the order. It gets an index tensor for each layer, in which each row has
-        an index of its own, and returns tensors that have the same indices in the new order.
+        `arrange` chooses the order. It gets a tensor for each layer, with a different index for
+        each row, and returns tensors with the same indices in the new order.
         """
         sizes = [linear.out_features for linear in linears]
         firsts = [*accumulate((size + 1 for size in sizes[:-1]), initial=0)]

@@ -56,7 +56,7 @@ def test_a_stream_that_waits_shows_its_place(
 
 
 @pytest.mark.parametrize(
-    "path, body",
+    ("path", "body"),
     [
         ("/v1/responses", {"input": "Hi", "stream": True}),
         (

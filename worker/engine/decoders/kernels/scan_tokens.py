@@ -31,9 +31,9 @@ def rates_of(
     """Returns two tensors [rows] for one value head: the logarithm of the decay, and the update
     rate. Both are zero where `is_row` is false.
 
-    `rates` [rows] points to the numbers that the model computed for each row. In the delta rule these are an update
-    rate for each head, then a time step for each head. Without the delta rule there are only time
-    steps, and a head's time step is also the update rate.
+    `rates` [rows] points to the numbers that the model computed for each row. In the delta rule
+    these are an update rate for each head, then a time step for each head. Without the delta rule
+    there are only time steps, and a head's time step is also the update rate.
     """
     column = head + NUM_HEADS if IS_DELTA else head
     time = times_of(rates + column, biases + head, is_row, least_time, most_time)
