@@ -257,9 +257,11 @@ def answer(
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Returns the reply to a query of a `CallReader`. Runs in a process that the reader started.
 
-    `parts` is either the body of a call and perhaps its history, or a list of payloads from the
-    queue. The reply is a header and a list of bytes: the call's payloads, its stored pictures, and
-    the parts of its `extra`.
+    There are two kinds of query. One reads a call: `parts` is the call's body, and perhaps the
+    history of its conversation. The reply is a header and a list of bytes: the payloads of the
+    new requests, the URLs of their pictures, and the parts of `Prepared.extra`. The other shows
+    payloads from the queue, which are the `parts`; its reply is only a header with their fields.
+    If a query fails, the reply is only a header with the error.
     """
     try:
         if "endpoint" not in query:

@@ -282,7 +282,8 @@ def log_unreadable(name: str, why: str) -> None:
 
 
 class ModelIsLoadingError(ApiError):
-    """No queue serves the model, and some queue has no model, because no worker has joined yet."""
+    """No queue serves the model, but at least one queue has no model yet, because no worker has
+    joined it."""
 
     def __init__(self, model: str, queues: Sequence[str]) -> None:
         names = ", ".join(queues)

@@ -128,12 +128,14 @@ def follow(
 ) -> Steps:
     """Streams a request's events. The first one contains token `from_index` (counted from 0).
 
-    After a request's end, its result replaces the log. Then one event delivers all remaining
-    output. If `from_index` is above 0 and inside the output, this event has `index` 0 and the whole
-    output: a result does not show which text belongs to which token. A Redis user who may
-    not read requests' records gets only events of the log and the channel, and waits for these.
+    Workers publish each event on the request's channel, and keep the event in the request's log.
+    After the request's end, its result replaces the log. Then one event delivers all remaining
+    output. A result does not show which text belongs to which token, so if `from_index` is above 0
+    and inside the output, this event has `index` 0 and the whole output. A Redis user who may not
+    read requests' records gets only events of the log and the channel, and waits for these.
 
-    After `silence` seconds without an event, the stream reads the log: an event may be lost.
+    A published event may be lost, so after `silence` seconds without an event the stream reads the
+    log.
 
     Raises RequestNotFoundError, SpoiltRecordError, StreamChangedError, TimeoutError after `timeout`
     seconds, and the errors of redis-py if the server stays away.

@@ -89,7 +89,8 @@ class Call(Generic[T_co]):
 
     @property
     def name(self) -> str:
-        """Name of the call in messages: the script, or the command's key and perhaps a field."""
+        """The call's name in error messages: `the script NAME`, or the key of a command. For HGET,
+        also the field."""
         if self.script:
             return f"the script {self.script}"
         shown = self.args[1 : 3 if self.args[0] == "HGET" else 2]

@@ -79,8 +79,8 @@ class Advertisement:
         return None
 
     def publish(self) -> None:
-        """Makes the whole file visible to commands at once. Closes the descriptor, which the server
-        has inherited by now."""
+        """Makes the complete file visible to commands in one step. Closes the descriptor, so call
+        this after the server has inherited it."""
         with suppress(OSError):
             self._begun.rename(self.file)
         self.close()

@@ -60,7 +60,8 @@ class Lease:
 
     @property
     def counts(self) -> bool:
-        """Whether the request counts for a slot and KV memory when the worker claims more."""
+        """Whether the request uses a slot and KV memory when the worker computes how much more it
+        can claim."""
         return not (self.is_aside and self.state is LeaseState.PREPARING)
 
     @property

@@ -22,8 +22,11 @@ _LIVED_SECONDS = 60.0
 
 
 def main(command: list[str]) -> int:
-    """Run the command until standard input ends, or until the command ends before the server has
-    answered. Returns the exit code."""
+    """Run the command, which is an inference server, and start it again whenever it ends.
+
+    A line on standard input says that the server has answered. If the command ends before this
+    line, returns the command's exit code. If standard input ends, stops the command and returns 0.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the worker drains, and needs the server for that
     has_answered, pause = False, 1.0

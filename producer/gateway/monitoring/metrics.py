@@ -24,8 +24,8 @@ router = APIRouter(tags=["metrics"])
 
 
 class Scrapes:
-    """Joins calls that wait at the same time: the metrics are read once for all of them. This
-    limits the cost, because callers need no key and have no rate limit."""
+    """Joins calls that wait at the same time: the metrics are read once for all of them. Callers
+    need no key and have no rate limit, so this limits their cost."""
 
     def __init__(self) -> None:
         self._making = asyncio.Lock()

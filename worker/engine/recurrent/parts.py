@@ -124,13 +124,15 @@ class RecurrenceParts:
 
     @property
     def gate_inputs(self) -> int:
-        """The number of columns in `inputs` for the gates, or for the inputs of `gates_up`."""
+        """The number of columns of `inputs` for the gates. If `gates_up` is set, these columns are
+        what `gates_up` reads; otherwise they are the gates."""
         num_values = self.num_value_heads * self.value_size
         return num_values if self.gates_up is None else self.gates_up.in_features
 
     @property
     def time_inputs(self) -> int:
-        """The number of columns in `inputs` for the time steps, or for the inputs of `times_up`."""
+        """The number of columns of `inputs` for the time steps. If `times_up` is set, these columns
+        are what `times_up` reads; otherwise they are the time steps."""
         return len(self.time_bias) if self.times_up is None else self.times_up.in_features
 
     @property

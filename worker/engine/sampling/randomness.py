@@ -12,7 +12,8 @@ _11, _27, _30, _31 = map(np.uint64, (11, 27, 30, 31))
 
 
 def streams(seeds: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns the beginning of a stream of random numbers for each seed, for `uniforms`."""
+    """Returns the start state of each seed's stream of random numbers. `uniforms` takes these
+    states as `streams`."""
     return _splitmix(seeds)
 
 
