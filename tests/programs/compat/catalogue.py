@@ -125,8 +125,8 @@ PROGRAMS = {
             "conformance tests",
             {
                 "Image Input": "images are not served",
-                "Error Handling": "a call that names no model is served by the model of the"
-                " gateway's own queue",
+                "Error Handling": "errors are expected for calls without a model, which the gateway's"
+                " own queue serves",
             },
         ),
         Program(
