@@ -142,7 +142,8 @@ class LineGateway:
             fetching.cancel()
 
     async def has_fetched(self) -> bool:
-        """Waits a moment for the pictures of one more line. Returns whether they have come."""
+        """Waits up to `_FETCH_SECONDS` until the pictures of any line are fetched, or have failed.
+        Returns False if none were, or if no pictures are being fetched."""
         fetching = [each for each in self._fetching.values() if not each.done()]
         if not fetching:
             return False

@@ -91,8 +91,8 @@ def largest_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
 
 
 def most_padded_step(num_tokens: int, num_seqs: int, max_context: int) -> Shares:
-    """Returns the shares of the step in which recurrent layers add the most padding to the pieces
-    of chunks."""
+    """Returns the step for which recurrent layers add the most padding. These layers cut each chunk
+    of a prompt into pieces of at most LONGEST_PIECE rows, and pad the pieces."""
     length = min(LONGEST_PIECE + 1, max_context, num_tokens)
     count = min(num_seqs, num_tokens // length)
     left = min(num_tokens - count * length, max_context - length)

@@ -48,9 +48,9 @@ def picture_fields(request: EngineRequest, salt: dict[str, str]) -> dict[str, An
 
 
 async def takes_pictures(server: Server, call: dict[str, Any]) -> bool:
-    """Returns whether a server reads pictures. A picture must add tokens to a chat. The server must
-    also refuse `call` with a picture, because the call's token ids have no place for pictures.
-    Raises SilentServerError."""
+    """Returns whether a server reads pictures: a picture adds tokens to a chat, and the server
+    refuses `call` with a picture, because the call's token ids have no place for the picture. A
+    server that ignores pictures would not refuse it. Raises SilentServerError."""
     part = {"type": "image_url", "image_url": {"url": _PICTURE}}
 
     async def num_tokens(*parts: dict[str, Any]) -> int:

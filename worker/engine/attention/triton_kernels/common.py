@@ -172,7 +172,7 @@ def head_groups(num_heads: int, query_size: int, cache: LayerCache) -> tuple[int
     """Returns how many query heads a program computes together, and whether the cache has latents.
 
     A latent is K and V of one token in compressed form. All query heads read the latents as one KV
-    head, and a query then has more numbers than a key (`query_size` > `key_size`).
+    head. The cache has latents if `query_size` is larger than the rows of `cache.key`.
     """
     _, num_kv_heads, _, key_size = cache.key.shape
     is_latent = query_size > key_size
