@@ -17,6 +17,9 @@ from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.shared.queue.scripts import Rate, RateAnswer, take_of_rates
 
 _MINUTE_MS = 60_000
+_BYTES_OF_TOKEN = 4096
+"""The most bytes of a picture that one token pays for. So a rate of tokens also limits the bytes in
+Redis; few pictures need as many bytes."""
 
 
 async def take_of_queues(
@@ -71,7 +74,8 @@ def rates_of(
     """
     rates = rate_of_requests(caller, len(requests))
     if caller.tokens_per_minute:
-        more = sum(picture.num_tokens - len(picture.url) // 4 for picture in pictures)
+        sizes = [(picture.num_tokens, len(picture.url)) for picture in pictures]
+        more = sum(max(num, size // _BYTES_OF_TOKEN) - size // 4 for num, size in sizes)
         tokens = sum(len(json.dumps(request, default=str)) // 4 + more for request in requests)
         rates.append(Rate("tokens", tokens, caller.tokens_per_minute))
     return rates

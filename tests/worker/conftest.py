@@ -46,8 +46,9 @@ def guessed_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def costless(monkeypatch: pytest.MonkeyPatch, guessed_lookups: None) -> None:
-    """Drafts pay for any number of sequences, right or wrong."""
+    """From the first step on, drafts pay for any number of sequences, right or wrong."""
     monkeypatch.setattr(drafting.DraftTimes, "cost", lambda times, length: 1.0)
-    monkeypatch.setattr(drafting, "_LEAST_COUNT", 1)
+    monkeypatch.setattr(drafting.RecentMedian, "is_known", True)
+    monkeypatch.setattr(drafting.RecentMedian, "value", 1.0)
     monkeypatch.setattr(drafting, "_DRAFT_COST", 0.0)
     monkeypatch.setattr(drafting, "_ROW_COST", 1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from promptq.shared.protocol.pictures import data_url, picture_part
 from promptq.shared.protocol.request import Request
 from promptq.shared.protocol.worker_stats import WorkerStats
 from promptq.shared.queue import scripts
-from tests.producer.gateway.living import LiveGateway, error_of
+from tests.producer.gateway.living import LiveGateway, bearer, error_of, make_key
 from tests.producer.gateway.pictures_server import LARGE_PICTURE, PICTURE, pictures_server
 from tests.producer.gateway.played import anthropic_of, message_of, openai_of, response_of, worked
 from tests.producer.playing import KEYS, HandWorker
@@ -133,6 +134,20 @@ def test_tokens_are_estimated_from_the_size_in_pixels() -> None:
     fields = {"messages": [{"role": "user", "content": [picture_part(LARGE)]}]}
     (rate,) = rates_of(CALLER, [fields], Request.build(fields).pictures)
     assert 400 * 400 // 28**2 < rate.amount < 400 * 400 // 28**2 + 60
+
+
+def test_a_rate_of_tokens_limits_the_bytes_of_pictures(
+    redis_url: str, http: httpx2.Client, own_worker: HandWorker
+) -> None:
+    """Whatever size in pixels a picture states."""
+    headers = bearer(make_key(redis_url, "few", tokens_per_minute=1000))
+    padded = data_url(PICTURE + bytes(5_000_000))
+    body = {"messages": [{"role": "user", "content": [picture_part(padded)]}], "detach": True}
+    answer = http.post("/v1/chat/completions", json=body, headers=headers)
+    assert error_of(answer) == (429, "rate_limit_exceeded")
+    assert re.search(r"needs 16\d\d tokens, and .* 1000 tokens a minute", answer.text)
+    assert own_worker.redis.keys(f"{KEYS.prefix}picture:*") == []
+    assert own_worker.redis.zcard(KEYS.pending) == 0
 
 
 async def test_pictures_are_fetched_without_redirects_and_within_limits(tmp_path: Path) -> None:

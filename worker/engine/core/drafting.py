@@ -153,7 +153,7 @@ class DraftTimes:
         self._num_settled = 0
         self._first_guess = first_guess
         self._plain = RecentMedian(_RECENT_PLAIN)
-        """Seconds of steps without drafts."""
+        """Seconds of steps without drafts. Before each trial, none of them feeds the head."""
         self._by_head: dict[int, RecentMedian] = {}
         """By length of the head's drafts: time of a step, as a multiple of `_plain`."""
         self._lookups = RecentMedian()
@@ -174,6 +174,10 @@ class DraftTimes:
         tried = min(known, key=lambda each: abs(each - length))
         return 1 + (self._by_head[tried].value - 1) * (1 + length) / (1 + tried)
 
+    @property
+    def _feeds_before_trial(self) -> bool:
+        return self._num_rested >= self._rest - _FED
+
     def plan(self, best: BestDrafts) -> DraftPlan:
         factor = self._lookups.value if self._lookups.is_known else 1.0
         if best.speed < _HOPELESS and any(each.is_known for each in self._by_head.values()):
@@ -181,9 +185,9 @@ class DraftTimes:
         least = 1 if self._num_drafted > _TRIAL else _LEAST_GAIN
         rests = self._num_drafted >= _TRIAL and best.speed <= least
         self._num_drafted = min(self._num_drafted, _TRIAL) if rests else self._num_drafted
-        if rests and self._num_rested < self._rest - _FED:
+        if not self._plain.is_known or (rests and not self._feeds_before_trial):
             return DraftPlan(lookup_factor=factor)
-        needs_plain = not self._plain.is_known or self._num_since_plain >= _PLAIN_EVERY
+        needs_plain = self._num_since_plain >= _PLAIN_EVERY
         return DraftPlan(0 if rests or needs_plain else best.length, best.expected, factor)
 
     def note_lookups(self, seconds: float, modelled_cost: float) -> None:
@@ -209,8 +213,9 @@ class DraftTimes:
             self._by_head.setdefault(length, RecentMedian()).add(seconds / self._plain.value)
 
     def note_plain(self, seconds: float) -> None:
-        self._plain.add(seconds)
-        self._num_since_plain = 0
+        if not self._feeds_before_trial:  # a step that feeds the head takes longer
+            self._plain.add(seconds)
+            self._num_since_plain = 0
         if self._num_drafted >= _TRIAL:
             self._num_rested += 1
             if self._num_rested >= self._rest:

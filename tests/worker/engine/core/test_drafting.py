@@ -124,8 +124,8 @@ class Clock:
     """Steps of sequences that a head drafts for. Time is counted, in steps without drafts."""
 
     def __init__(self, cost: float, policy: DraftPolicy | None = None) -> None:
-        """A draft of n tokens takes `cost` * (1 + n)."""
-        self.cost = cost
+        """A draft of n tokens takes `cost` * (1 + n), and feeding the head takes `feed`."""
+        self.cost, self.feed = cost, 0.0
         self.policy = policy or DraftPolicy(0.05)
         self.drafter = Drafter(7, begin=0, end=NO_END, policy=self.policy)
         self.seconds, self.num_tokens = 0.0, 0
@@ -150,6 +150,7 @@ class Clock:
         share.draft, share.drafts_by_head = tuple(draft), by_head
         settle(self.drafter, draft, num_accepted, num_sequences)
         seconds = 1 + self.cost * (1 + len(draft)) * bool(draft)
+        seconds += self.feed * (plan is not None and plan.expected > 0)
         self.policy.note(Batch([share] * num_sequences), seconds)
         self.seconds += seconds
         self.num_tokens += 1 + num_accepted
@@ -182,6 +183,15 @@ def test_drafts_cost_nothing_where_they_do_not_help(cost: float, num_sequences: 
         clock = Clock(cost, DraftPolicy(guess))
         clock.lengths(3000, 2, num_sequences)
         assert clock.num_tokens / clock.seconds > 0.95 * max(1.0, 3 / (1 + 3 * cost))
+
+
+def test_drafts_must_save_more_time_than_feeding_the_head_costs() -> None:
+    """Twice as many tokens a step do not help if each step that feeds the head takes 2.2 times."""
+    clock = Clock(cost=0.1)
+    clock.feed = 1.0
+    lengths = clock.lengths(4000, 1)
+    assert 8 <= sum(map(bool, lengths[:2000])) < 100
+    assert clock.num_tokens / clock.seconds > 0.95
 
 
 def test_each_number_of_sequences_has_its_times() -> None:
