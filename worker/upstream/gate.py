@@ -78,7 +78,7 @@ class Gate:
         while True:
             await asyncio.sleep(_INTERVAL_SECONDS)
             before = [*streams()]
-            silent = sum(map(_is_silent, before))
+            silent = sum(stream.timing.first_token_at is None for stream in before)
             load = None  # unknown after a fault, which the streams notice too
             with suppress(ServerFaultError, OverloadedError):
                 if self.is_load_reported:
@@ -127,7 +127,3 @@ class Gate:
         else:
             raised = self._most + max(1.0, self._num_slots / _STEPS)
             self._most = min(self._num_slots, raised, self._room - self._num_others)
-
-
-def _is_silent(stream: ForwardedSequence) -> bool:
-    return stream.timing.first_token_at is None
