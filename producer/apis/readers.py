@@ -19,13 +19,8 @@ from promptq.producer.apis.responses.response_call import NewResponse, new_respo
 from promptq.producer.calls.call import CompletionCall
 from promptq.producer.calls.call_body import Body, wrong_field
 from promptq.producer.calls.call_reader import Read, Reader, Readers
-from promptq.producer.calls.completion import (
-    new_completion_id,
-    new_embedding_id,
-    new_message_id,
-    new_rerank_id,
-    new_score_id,
-)
+from promptq.producer.calls.completion import new_completion_id, new_message_id
+from promptq.shared.queue.request_queue import new_request_id
 
 
 def _without_history(read: Callable[[Body, Mapping[str, str]], CompletionCall]) -> Read:
@@ -47,12 +42,16 @@ def _read_quoted(body: Body, headers: Mapping[str, str]) -> CompletionCall:
     return read(body, headers)
 
 
+def _new_id(prefix: str) -> str:
+    return prefix + new_request_id()
+
+
 READERS: Readers = {
     "completions": Reader(_without_history(read_completion), partial(new_completion_id, False)),
     "chats": Reader(_without_history(read_chat), partial(new_completion_id, True)),
-    "embeddings": Reader(_without_history(read_embedding_call), new_embedding_id),
-    "reranks": Reader(_without_history(read_rerank_call), new_rerank_id),
-    "scores": Reader(_without_history(read_score_call), new_score_id),
+    "embeddings": Reader(_without_history(read_embedding_call), partial(_new_id, "embd-")),
+    "reranks": Reader(_without_history(read_rerank_call), partial(_new_id, "rerank-")),
+    "scores": Reader(_without_history(read_score_call), partial(_new_id, "score-")),
     "messages": Reader(_without_history(read_message_call), new_message_id),
     "message_forks": Reader(_without_history(_read_message_fork), new_message_id),
     "counts": Reader(_without_history(read_count_call), new_message_id),

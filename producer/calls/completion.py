@@ -25,7 +25,6 @@ from promptq.shared.queue.request_queue import new_request_id
 _NUMBER = re.compile(r"[0-9]{1,3}")
 _PREFIX = re.compile(r"[a-z]+[-_]")
 _CHAT, _TEXT, _MESSAGE = "chatcmpl-", "cmpl-", "msg_"
-_VECTOR, _RERANK, _SCORE = "embd-", "rerank-", "score-"
 _ECHO_ONLY = "only"
 
 
@@ -105,18 +104,6 @@ class Completion:
 
 def new_completion_id(is_chat: bool) -> str:
     return (_CHAT if is_chat else _TEXT) + new_request_id()
-
-
-def new_embedding_id() -> str:
-    return _VECTOR + new_request_id()
-
-
-def new_rerank_id() -> str:
-    return _RERANK + new_request_id()
-
-
-def new_score_id() -> str:
-    return _SCORE + new_request_id()
 
 
 def new_message_id() -> str:

@@ -84,7 +84,7 @@ class Gate:
             rises = self._is_first_rise and streams()
             await asyncio.sleep(_FIRST_SECONDS if rises else _INTERVAL_SECONDS)
             before = [*streams()]
-            silent = sum(map(_is_silent, before))
+            silent = sum(stream.timing.first_token_at is None for stream in before)
             load = None  # unknown after a fault, which the streams notice too
             with suppress(ServerFaultError, OverloadedError):
                 if self.is_load_reported:
@@ -142,7 +142,3 @@ class Gate:
                 step = min(step, self._most) if self._num_others else self._most
             self._most = min(self._num_slots, self._most + step, self._room - self._num_others)
             self._is_first_rise = self._is_first_rise and self.is_lowered
-
-
-def _is_silent(stream: ForwardedSequence) -> bool:
-    return stream.timing.first_token_at is None

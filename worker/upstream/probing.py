@@ -13,7 +13,13 @@ import numpy as np
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask, ServerDescription
+from promptq.worker.upstream.dialects.dialect import (
+    Chunk,
+    Continuation,
+    Dialect,
+    Mask,
+    ServerDescription,
+)
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
@@ -46,7 +52,8 @@ async def describe(dialect: Dialect, server: Server) -> ServerDescription:
         return (await output(request, *emitted, **rules))[0][0]
 
     async def output(request: EngineRequest, *emitted: int, **rules: Any) -> _Tokens:
-        stream = dialect.generate(server, request, emitted, description.model, **rules)
+        wanted = Continuation(request, emitted, description.model, **rules)
+        stream = dialect.generate(server, wanted)
         return await _tokens(server, stream, request.max_tokens - len(emitted))
 
     async def heeds_grammar(*output: int) -> bool:

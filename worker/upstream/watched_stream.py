@@ -19,7 +19,13 @@ import numpy.typing as npt
 from promptq.shared.protocol.request import FinishReason
 from promptq.worker.engine.api.messages import EngineRequest, PromptLogprobs
 from promptq.worker.upstream.call_request import CallRequest
-from promptq.worker.upstream.dialects.dialect import Chunk, Dialect, Mask, ServerDescription
+from promptq.worker.upstream.dialects.dialect import (
+    Chunk,
+    Continuation,
+    Dialect,
+    Mask,
+    ServerDescription,
+)
 from promptq.worker.upstream.dialects.transport import (
     RefusedError,
     Server,
@@ -229,9 +235,8 @@ class WatchedStream:
     ) -> AsyncGenerator[Chunk]:
         """Yields the server's chunks after a check: nothing unchecked may reach a log."""
         request = self._call.after(self._output, mask)
-        chunks = self._dialect.generate(
-            self._server, request, tuple(self._output), self._model, mask, grammar
-        )
+        wanted = Continuation(request, tuple(self._output), self._model, mask, grammar)
+        chunks = self._dialect.generate(self._server, wanted)
         with malformed_as_fault():
             async with aclosing(chunks):
                 while (chunk := await self._next(chunks)) is not None:

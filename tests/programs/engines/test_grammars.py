@@ -24,7 +24,7 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.grammars.gbnf import gbnf_of
 from promptq.worker.upstream.connecting import DIALECTS
-from promptq.worker.upstream.dialects.dialect import Chunk, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Chunk, Continuation, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.sglang import SglangDialect
 from promptq.worker.upstream.dialects.transport import Server
@@ -98,10 +98,9 @@ class Counting:
         super().__init__(is_exact=True)
         self.calls: list[bool] = []
 
-    async def generate(self, server: Server, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
-        mask = args[3]
-        self.calls.append(mask is not None)
-        async for chunk in super().generate(server, *args, **more):
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        self.calls.append(wanted.mask is not None)
+        async for chunk in super().generate(server, wanted):
             yield chunk
 
 

@@ -19,7 +19,12 @@ from promptq.shared.errors import InvalidRequestError
 from promptq.shared.protocol.events import TokenLogprob, TopLogprob
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialects.dialect import Chunk, Mask, ServerDescription, abilities_of
+from promptq.worker.upstream.dialects.dialect import (
+    Chunk,
+    Continuation,
+    ServerDescription,
+    abilities_of,
+)
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.dialects.transport import Server, UnusableAnswerError
 from promptq.worker.upstream.dialects.vllm import _MOST_STOPS, VllmDialect
@@ -58,16 +63,9 @@ class Model(VllmDialect):
         rng = np.random.default_rng((tokens[-1], len(tokens) % 3))
         return rng.normal(size=_VOCABULARY) + np.linspace(6.0, 0.0, _VOCABULARY)
 
-    async def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
         self.num_calls += 1
+        request, emitted, mask = wanted.request, wanted.emitted, wanted.mask
         params, new = request.params, list[int]()
         rng = np.random.default_rng((request.seed, len(emitted)))
         while len(emitted) + len(new) < request.max_tokens:
@@ -132,8 +130,8 @@ class EndingModel(Model):
         super().__init__()
         self.names_its_end = names_its_end
 
-    async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
-        async for chunk in super().generate(*args, **more):
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        async for chunk in super().generate(server, wanted):
             if chunk.token_ids[0] >= 4 or self.names_its_end:
                 yield chunk
             if chunk.token_ids[0] < 4:
@@ -157,11 +155,11 @@ async def test_an_output_goes_on_after_end_tokens_that_the_request_ignores(
 
 
 class EndingUnderMasks(Model):
-    async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
-        if len(args) > 4 and args[4] is not None:
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        if wanted.mask is not None:
             yield Chunk([], finish_reason=FinishReason.STOP)
             return
-        async for chunk in super().generate(*args, **more):
+        async for chunk in super().generate(server, wanted):
             yield chunk
 
 
@@ -232,8 +230,8 @@ async def test_draws_below_the_servers_lowest_temperature_have_the_right_odds() 
 
 async def test_a_server_whose_report_contradicts_its_draws_is_not_called_for_ever() -> None:
     class Contradicting(Model):
-        async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
-            async for chunk in super().generate(*args, **more):
+        async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+            async for chunk in super().generate(server, wanted):
                 for entry in chunk.logprobs or ():
                     entry.logprob = -50.0
                 yield chunk
@@ -247,8 +245,8 @@ async def test_a_server_whose_report_contradicts_its_draws_is_not_called_for_eve
 
 async def test_a_draw_without_a_report_is_not_taken_for_a_right_one() -> None:
     class Silent(Model):
-        async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[Chunk]:
-            async for chunk in super().generate(*args, **more):
+        async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+            async for chunk in super().generate(server, wanted):
                 chunk.logprobs = None
                 yield chunk
 
@@ -297,7 +295,7 @@ def test_a_server_gets_no_more_stop_ids_than_it_survives(min_tokens: int) -> Non
     """The worker ends streams at the others."""
     params = SamplingParams(min_tokens=min_tokens)
     request = EngineRequest(1, [0], params, 0, 9, end_token_ids=frozenset(range(257)))
-    body = VllmDialect()._body(request, (), "m")
+    body = VllmDialect()._body(Continuation(request, (), "m"))
     assert len(body["sampling_params"]["stop_token_ids"]) == _MOST_STOPS
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from promptq.shared.protocol.request import FinishReason, SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest, SequenceOutput
-from promptq.worker.upstream.dialects.dialect import Chunk, Mask, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Chunk, Continuation, ServerDescription
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
@@ -26,16 +26,8 @@ class Scripted(VllmDialect):
         super().__init__()
         self._script = script
 
-    def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
-        return self._script(request)
+    def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        return self._script(wanted.request)
 
 
 @asynccontextmanager
@@ -102,17 +94,9 @@ async def test_each_call_of_a_choice_has_the_whole_idle_time() -> None:
     class Slow(VllmDialect):
         """Prefers the token 97, and then 98. Both are forbidden."""
 
-        async def generate(
-            self,
-            server: Server,
-            request: EngineRequest,
-            emitted: Sequence[int],
-            model: str,
-            mask: Mask | None = None,
-            grammar: str | None = None,
-        ) -> AsyncGenerator[Chunk]:
+        async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
             await asyncio.sleep(1.2)
-            yield Chunk([97 if mask is None else 97 + len(mask.rejected)])
+            yield Chunk([97 if wanted.mask is None else 97 + len(wanted.mask.rejected)])
 
     engine = ForwardingEngine("http://127.0.0.1:1", None, Slow(), limits_of(), DESCRIPTION, 2.4)
     engine.start()

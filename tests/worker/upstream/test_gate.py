@@ -18,7 +18,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.serve.worker import Worker
 from promptq.worker.upstream import gate
 from promptq.worker.upstream.connecting import DIALECTS
-from promptq.worker.upstream.dialects.dialect import Chunk
+from promptq.worker.upstream.dialects.dialect import Chunk, Continuation
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from promptq.worker.upstream.forwarded_sequence import ForwardedSequence
 from promptq.worker.upstream.server_load import ServerLoad, read_load
@@ -62,7 +62,8 @@ async def call(name: str, url: str, num_tokens: int, num_prompt: int = 3) -> Non
     request = EngineRequest(0, [97] * num_prompt, params, 0, num_tokens)
     server = Server(url)
     try:
-        async with aclosing(DIALECTS[name]().generate(server, request, [], "m")) as chunks:
+        wanted = Continuation(request, [], "m")
+        async with aclosing(DIALECTS[name]().generate(server, wanted)) as chunks:
             async for _ in chunks:
                 pass
     finally:

@@ -21,7 +21,7 @@ from promptq.shared.settings.worker import WorkerSettings
 from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.serve.build import Served, build
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import Chunk
+from promptq.worker.upstream.dialects.dialect import Chunk, Continuation
 from promptq.worker.upstream.dialects.openai_remote import OpenAIRemoteDialect
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
 from tests.programs.stand_in_server.starting import StandIn, stand_in_server, text_after
@@ -154,7 +154,7 @@ class TestStream:
         request = EngineRequest(0, [*prompt], SamplingParams(), 7, max_tokens)
         async with (
             self.server(texts, seen) as server,
-            aclosing(dialect.generate(server, request, emitted, "m")) as stream,
+            aclosing(dialect.generate(server, Continuation(request, emitted, "m"))) as stream,
         ):
             return [chunk async for chunk in stream], *seen
 

@@ -17,6 +17,7 @@ from promptq.shared.protocol.pictures import data_url, picture_part
 from promptq.shared.protocol.request import SamplingParams
 from promptq.shared.queue.request_queue import AsyncRequestQueue
 from promptq.worker.engine.api.messages import EngineRequest
+from promptq.worker.upstream.dialects.dialect import Continuation
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from tests.programs.engines.pngs import png
 from tests.programs.stand_in_server.starting import StandIn, save_byte_model, stand_in_server
@@ -206,7 +207,7 @@ def test_pictures_of_tenants_are_apart_in_the_server_s_caches() -> None:
     dialect = VllmDialect()
 
     def names(**fields: Any) -> list[str]:
-        body = dialect._body(replace(request, **fields), (), "m")
+        body = dialect._body(Continuation(replace(request, **fields), (), "m"))
         return [part["uuid"] for part in body["content_parts"]]
 
     first, second, again = names(tenant="a")

@@ -21,7 +21,7 @@ from promptq.worker.engine.api.messages import LEAST, EngineRequest, SequenceOut
 from promptq.worker.shipped import MODEL_DIR
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
 from promptq.worker.upstream.connecting import FoundServer
-from promptq.worker.upstream.dialects.dialect import Dialect, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Continuation, Dialect, ServerDescription
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import OpenAIDialect
 from promptq.worker.upstream.dialects.transport import (
@@ -225,7 +225,8 @@ async def test_tokens_that_are_equally_likely_are_cut_to_the_number_that_was_ask
 
     request = EngineRequest(1, [97], SamplingParams(logprobs=3), 0, 1)
     async with answering(answer) as server:
-        [chunk] = [each async for each in VllmDialect().generate(server, request, [], "m")]
+        wanted = Continuation(request, [], "m")
+        [chunk] = [each async for each in VllmDialect().generate(server, wanted)]
     assert chunk.logprobs is not None
     assert [each.token_id for each in chunk.logprobs[0].top or ()] == [0, 1, 2]
 
@@ -395,7 +396,7 @@ async def test_so_it_is_in_a_stream(dialect: Dialect, what: str) -> None:
     request = EngineRequest(1, [97], SamplingParams(temperature=0.0), 0, 1)
     async with answering(answer) as server:
         with pytest.raises(ServerFaultError) as caught, malformed_as_fault():
-            async for _ in dialect.generate(server, request, [], "m"):
+            async for _ in dialect.generate(server, Continuation(request, [], "m")):
                 pass
     assert len(str(caught.value)) < 1000
 

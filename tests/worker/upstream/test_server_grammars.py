@@ -26,7 +26,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.text.grammars.llguidance_calls import Vocabulary, compile_grammar, lark_of
 from promptq.worker.text.grammars.schema_masks import Grammars
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import BANNED, Mask
+from promptq.worker.upstream.dialects.dialect import BANNED, Continuation, Mask
 from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.openai_completions import _bias
 from promptq.worker.upstream.dialects.transport import Server, ServerFaultError
@@ -244,9 +244,9 @@ async def test_llama_cpp_gets_the_output_as_text_if_it_reads_the_same_tokens_in_
         0, [0], SamplingParams(**GREEDY), 0, max_tokens=9, end_token_ids=frozenset({END_TOKEN_ID})
     )
     async with answering(answer) as server:
-        stream = LlamaCppDialect().generate(
-            server, request, [5, 6], "m", grammar='%llguidance {}\nstart: "{" /.*/'
-        )
+        grammar = '%llguidance {}\nstart: "{" /.*/'
+        wanted = Continuation(request, [5, 6], "m", grammar=grammar)
+        stream = LlamaCppDialect().generate(server, wanted)
         assert [chunk.token_ids async for chunk in stream] == [[7]]
     (body,) = bodies
     assert body.get("generation_prompt") == (text if is_sent else None)
@@ -342,7 +342,7 @@ async def test_vllm_gets_as_much_of_a_mask_as_its_fields_take(
     params = SamplingParams(logit_bias={"1": 2.0})
     request = EngineRequest(0, [0], params, seed=0, max_tokens=9)
     async with answering(answer) as server:
-        async for _ in VllmDialect().generate(server, request, [], "m", mask):
+        async for _ in VllmDialect().generate(server, Continuation(request, [], "m", mask)):
             pass
     sampling = bodies[0]["sampling_params"]
     found = {name: len(sampling[name]) for name in sent}

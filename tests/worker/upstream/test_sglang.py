@@ -13,7 +13,13 @@ from aiohttp import web
 
 from promptq.shared.protocol.request import SamplingParams
 from promptq.worker.engine.api.messages import EngineRequest
-from promptq.worker.upstream.dialects.dialect import BANNED, Chunk, Mask, ServerDescription
+from promptq.worker.upstream.dialects.dialect import (
+    BANNED,
+    Chunk,
+    Continuation,
+    Mask,
+    ServerDescription,
+)
 from promptq.worker.upstream.dialects.sglang import SglangDialect
 from promptq.worker.upstream.dialects.transport import (
     OverloadedError,
@@ -47,7 +53,8 @@ async def scripted(*calls: list[dict[str, Any]]) -> AsyncIterator[tuple[Server, 
 
 async def chunks(server: Server, *, mask: Mask | None = None, **params: Any) -> list[Chunk]:
     request = EngineRequest(1, [1, 2], SamplingParams(**params), 0, 5, end_token_ids=ENDS)
-    return [each async for each in SglangDialect().generate(server, request, [3], "m", mask)]
+    wanted = Continuation(request, [3], "m", mask)
+    return [each async for each in SglangDialect().generate(server, wanted)]
 
 
 async def watched(server: Server, request: EngineRequest) -> list[int]:
@@ -120,6 +127,6 @@ async def test_a_prompt_of_zeros_is_sent_as_a_list_of_prompts() -> None:
     async with scripted(end, end) as (server, bodies):
         for prompt in ([0, 0], [0, 1]):
             request = EngineRequest(1, prompt, SamplingParams(), 0, 1)
-            async for _ in SglangDialect().generate(server, request, [], "m"):
+            async for _ in SglangDialect().generate(server, Continuation(request, [], "m")):
                 pass
     assert [body["prompt"] for body in bodies] == [[[0, 0]], [0, 1]]

@@ -61,10 +61,10 @@ class NativeDecoder(NativeWeights, Decoder):
             logit_scale=parts.logit_scale,
             logit_softcap=parts.logit_softcap or 0.0,
         )
-        weights = library.ModelWeights(
+        weights = self._describe(
+            library.ModelWeights,
+            parts,
             embedding=self._weight(parts.embedding, keeps=self._is_packed),
-            norm=self._norm(parts.norm),
-            head=self._weight(parts.head),
             head_bias=self._address(parts.head.bias),
         )
         if parts.inputs is not None:
@@ -123,13 +123,7 @@ class NativeDecoder(NativeWeights, Decoder):
     def add_head(self, head: HeadParts, cache: LayerCache) -> None:
         """Add the model's drafting head, which keeps its K and V in `cache`."""
         layer = self._layer(head.layer, iter([(cache, FULL)]), iter(()))
-        weights = library.HeadWeights(
-            of_embedding=self._norm(head.of_embedding),
-            of_state=self._norm(head.of_state),
-            projection=self._weight(head.projection),
-            layer=layer,
-            last=self._norm(head.last),
-        )
+        weights = self._describe(library.HeadWeights, head, layer=layer)
         self._native.decoder_add_head(self._decoder, weights)
         self._copied.clear()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from ctypes import c_double, pointer
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import Structure, c_double, c_int64, c_void_p, pointer
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +37,9 @@ _ACTIVATIONS = (*ACTIVATIONS, "limited", "xielu")
 """Names of activations, in the order of their codes in native/src/layers/activation.h."""
 
 
+_Described = TypeVar("_Described", bound=Structure)
+
+
 class NativeWeights(NativeTensors):
     """Describes the parts of layers to the native code."""
 
@@ -45,6 +49,22 @@ class NativeWeights(NativeTensors):
         self._max_length = max_length
         self._tables: dict[Rotation, RotationTables] = {}
 
+    def _describe(self, kind: type[_Described], parts: object, **others: object) -> _Described:
+        """Returns the description of `parts`. Its fields are `others`, and the attributes of the
+        same names: numbers, norms, rotations, weights, and tensors, of which it has fp32 copies."""
+        read: dict[type, Callable[[Any], object]] = {
+            c_int64: int,
+            c_double: float,
+            c_void_p: self._in_float32,
+            library.Norm: self._norm,
+            library.Rotation: self._rotation,
+            library.Weight: self._weight,
+        }
+        for name, of, *_ in kind._fields_:
+            if name not in others and of in read:
+                others[name] = read[of](getattr(parts, name))
+        return kind(**others)
+
     def _layer(
         self,
         layer: Layer,
@@ -53,17 +73,7 @@ class NativeWeights(NativeTensors):
     ) -> library.LayerWeights:
         """Returns a layer's description. Attention takes the next item of `attended`, a recurrent
         part the next item of `states`."""
-        weights = library.LayerWeights(
-            before_mixer=self._norm(layer.before_mixer),
-            after_mixer=self._norm(layer.after_mixer),
-            before_mlp=self._norm(layer.before_mlp),
-            after_mlp=self._norm(layer.after_mlp),
-            is_parallel=layer.is_parallel,
-            mixer_scale=layer.mixer_scale,
-            beside_scale=layer.beside_scale,
-            mlp_scale=layer.mlp_scale,
-            output_scale=layer.output_scale,
-        )
+        weights = self._describe(library.LayerWeights, layer)
         if isinstance(layer.mixer, Attention):
             weights.attention = pointer(self._attention(layer.mixer, *next(attended)))
         elif isinstance(layer.mixer, LatentAttention):
@@ -92,26 +102,18 @@ class NativeWeights(NativeTensors):
         bias = self._bias(attention.qkv)
         if attention.is_gated:
             bias = self._bias_of(_gates_last(attention))
-        return library.AttentionWeights(
-            num_heads=attention.num_heads,
-            shares_kv=attention.shares_kv,
-            is_gated=attention.is_gated,
+        return self._describe(
+            library.AttentionWeights,
+            attention,
             query=query,
             key=key,
             value=value,
             qkv_bias=bias,
-            query_norm=self._norm(attention.query_norm),
-            key_norm=self._norm(attention.key_norm),
-            value_norm=self._norm(attention.value_norm),
-            norms_whole_rows=attention.norms_whole_rows,
-            norms_rotated=attention.norms_rotated,
-            rotation=self._rotation(attention.rotation),
             scoring=library.Scoring(
                 scale=attention.scale,
                 softcap=attention.softcap or 0.0,
                 sinks=self._in_float32(attention.sinks),
             ),
-            output=self._weight(attention.output),
             output_bias=self._bias([attention.output]),
             cache=native_cache(cache, pattern),
         )
@@ -124,22 +126,18 @@ class NativeWeights(NativeTensors):
         rotation = self._rotation(parts.rotation)
         rotation.is_interleaved = parts.is_interleaved
         self._kept.append(cache.key)
-        return library.LatentAttentionWeights(
-            num_heads=parts.num_heads,
-            key_size=parts.key_size,
+        return self._describe(
+            library.LatentAttentionWeights,
+            parts,
             value_size=parts.output.in_features // parts.num_heads,
             query_rank=query.out_features if has_rank else 0,
             query_down=self._weight(query) if has_rank else library.Weight(),
             down=self._weight(down),
             input_bias=self._bias(parts.inputs if has_rank else [down]),
-            query_norm=self._norm(parts.query_norm),
             query=self._weight(queries),
             query_bias=self._bias([queries]),
-            norm=self._norm(parts.norm),
             rotation=rotation,
             scoring=library.Scoring(scale=parts.scale),
-            up=self._weight(parts.up),
-            output=self._weight(parts.output),
             output_bias=self._bias([parts.output]),
             cache=latent_cache(cache, pattern, parts.num_heads, parts.up.in_features),
         )
@@ -147,11 +145,11 @@ class NativeWeights(NativeTensors):
     def _convolution(
         self, parts: ShortConvolutionParts, windows: torch.Tensor
     ) -> library.ShortConvolutionWeights:
-        return library.ShortConvolutionWeights(
-            input=self._weight(parts.input),
+        return self._describe(
+            library.ShortConvolutionWeights,
+            parts,
             input_bias=self._bias([parts.input]),
             convolution=self._channels(parts.convolution, windows),
-            output=self._weight(parts.output),
             output_bias=self._bias([parts.output]),
         )
 
@@ -170,39 +168,23 @@ class NativeWeights(NativeTensors):
         gates, times = (self._weights(linears, 1)[0] for linears in further)
         self._kept.append(states)
         least_time, most_time = parts.time_limits
-        return library.RecurrenceWeights(
-            is_delta=parts.is_delta,
-            num_key_heads=parts.num_key_heads,
-            num_value_heads=parts.num_value_heads,
-            key_size=parts.key_size,
-            value_size=parts.value_size,
+        return self._describe(
+            library.RecurrenceWeights,
+            parts,
             num_inputs=len(inputs),
             inputs=(library.RowsOfWeight * len(inputs))(*inputs),
             input_bias=self._bias_of(parts.inputs),
-            input_scale=self._in_float32(parts.input_scale),
-            gate_inputs=parts.gate_inputs,
-            time_inputs=parts.time_inputs,
             gates=gates,
             times=times,
             gates_bias=self._bias(further[0]),
             times_bias=self._bias(further[1]),
-            has_key_decays=parts.has_key_decays,
             convolution=self._channels(parts.convolution, windows),
-            query_first=parts.query_first,
-            key_first=parts.key_first,
-            value_first=parts.value_first,
-            query_scale=parts.query_scale,
-            time_bias=self._in_float32(parts.time_bias),
-            decay=self._in_float32(parts.decay),
             least_time=least_time,
             most_time=most_time,
-            most_rate=parts.most_rate,
-            skip=self._in_float32(parts.skip),
             norm=self._norm(recurrent.norm),
             norm_size=0 if parts.norm is None else parts.norm.group,
             gates_first=parts.norm is not None and parts.norm.gates_first,
             has_sigmoid=parts.norm is not None and parts.norm.is_sigmoid,
-            output=self._weight(parts.output),
             output_bias=self._bias([parts.output]),
             states=states.data_ptr(),
         )
@@ -219,40 +201,35 @@ class NativeWeights(NativeTensors):
         )
 
     def _inputs(self, inputs: LayerInputs, num_layers: int) -> library.LayerInputsWeights:
-        return library.LayerInputsWeights(
+        return self._describe(
+            library.LayerInputsWeights,
+            inputs,
             num_layers=num_layers,
             size=len(inputs.norm.weight),
             table=self._weight(inputs.table, keeps=self._is_packed),
-            table_scale=inputs.table_scale,
-            projection=self._weight(inputs.projection),
-            projection_scale=inputs.projection_scale,
-            norm=self._norm(inputs.norm),
-            scale=inputs.scale,
         )
 
     def _input(self, layer: LayerInput) -> library.LayerInputWeights:
-        return library.LayerInputWeights(
+        return self._describe(
+            library.LayerInputWeights,
+            layer,
             size=layer.gate.out_features,
             activation=_ACTIVATIONS.index(layer.activation),
-            gate=self._weight(layer.gate),
-            output=self._weight(layer.output),
-            after=self._norm(layer.after),
         )
 
     def _mlp(self, mlp: DenseMLP) -> library.MlpWeights:
         gate, up = self._weights(mlp.inputs, 2)
         if not mlp.is_gated:
             gate, up = up, gate
-        return library.MlpWeights(
+        return self._describe(
+            library.MlpWeights,
+            mlp,
             inner_size=mlp.down.in_features,
             activation=_ACTIVATIONS.index(mlp.activation),
             numbers=(c_double * 4)(*(mlp.curve or ())),
-            is_gated=mlp.is_gated,
-            gate_scale=mlp.gate_scale,
             gate=gate,
             up=up,
             input_bias=self._bias(mlp.inputs),
-            down=self._weight(mlp.down),
             down_bias=self._bias([mlp.down]),
         )
 
@@ -263,19 +240,7 @@ class NativeWeights(NativeTensors):
         routing = parts.routing
         self._read(parts)
         return library.ExpertWeights(
-            routing=library.Routing(
-                num_experts=routing.num_experts,
-                top_k=routing.top_k,
-                scores=SCORES.index(routing.scores),
-                choice_bias=self._in_float32(routing.choice_bias),
-                num_groups=routing.num_groups,
-                top_groups=routing.top_groups,
-                normalizes=routing.normalizes,
-                added_sum=routing.added_sum,
-                scale=routing.scale,
-                jitter=routing.jitter,
-                expert_scales=self._in_float32(routing.expert_scales),
-            ),
+            routing=self._describe(library.Routing, routing, scores=SCORES.index(routing.scores)),
             router=library.Weight(numbers=parts.router.data_ptr(), bits=32),
             router_bias=self._in_float32(parts.router_bias),
             has_shared_gate=parts.has_shared_gate,
@@ -284,13 +249,8 @@ class NativeWeights(NativeTensors):
         )
 
     def _beside(self, beside: ExpertsBeside) -> library.ExpertsBesideWeights:
-        return library.ExpertsBesideWeights(
-            experts=self._experts(beside.experts),
-            before_router=self._norm(beside.before_router),
-            before=self._norm(beside.before),
-            after=self._norm(beside.after),
-            after_mlp=self._norm(beside.after_mlp),
-        )
+        experts = self._experts(beside.experts)
+        return self._describe(library.ExpertsBesideWeights, beside, experts=experts)
 
     def _expert(self, expert: Expert, parts: ExpertParts) -> library.MlpWeights:
         self._read(expert)

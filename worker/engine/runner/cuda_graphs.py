@@ -114,7 +114,7 @@ class GraphedModel:
         self._runs: dict[StepKind, Callable[[], Results]] = {}
         self.why_no_graphs = ""
         """The reason why no step is replayed as a graph; empty if steps are replayed."""
-        self._prepare(kinds, device)
+        self._prepare(kinds)
 
     def logits(self, step: PackedStep, rows: torch.Tensor) -> torch.Tensor:
         """See `PackedModel.logits`. The next call overwrites the result."""
@@ -154,7 +154,7 @@ class GraphedModel:
         return min(fitting, default=None)
 
     @torch.inference_mode()
-    def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
+    def _prepare(self, kinds: list[StepKind]) -> None:
         """Capture the largest graph first, so that the smaller graphs fit into its memory."""
         capture = _Capture(self.plain, self._choose, self._stream)
         for kind in sorted(kinds, reverse=True):

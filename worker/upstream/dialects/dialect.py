@@ -163,6 +163,33 @@ class Mask:
         return f"%llguidance {{}}\nstart: <[{ranges}]>"
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A call that continues the output of a request.
+
+    With a mask, the server chooses one token. If the mask is large, the token may be outside of the
+    mask. With a `grammar` (see `Grammar.source`), a server that takes grammars masks each token. If
+    the server resumes grammars, `emitted` is the beginning of the grammar's text.
+    """
+
+    request: EngineRequest
+    """The request. Its seed is the seed of this call."""
+    emitted: Sequence[int]
+    """The output so far."""
+    model: str
+    mask: Mask | None = None
+    grammar: str | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*self.request.prompt_token_ids, *self.emitted]
+
+    @property
+    def num_left(self) -> int:
+        """The most tokens that the server may generate."""
+        return self.request.max_tokens - len(self.emitted) if self.mask is None else 1
+
+
 class Dialect(Protocol):
     """Translates requests and answers for one kind of server, with token ids in both directions.
 
@@ -211,23 +238,10 @@ class Dialect(Protocol):
         kind of server has no such field."""
         return {}
 
-    def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
-        """Yields the tokens after `emitted`, the output so far, until the server ends the sequence.
-        `request.seed` is the seed of this call.
-
-        With a mask, yields one token. If the mask is large, the token may be outside of the mask.
-        With a `grammar` (see `Grammar.source`), a server that takes grammars masks each token. If
-        the server resumes grammars, `emitted` is the beginning of the grammar's text. No generated
-        token is left out. Closing the generator closes the connection.
-        """
+    def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        """Yields the tokens after those emitted, until the server ends the sequence; with a mask,
+        yields one token. Leaves no generated token out. Closing the generator closes the
+        connection."""
 
 
 def abilities_of(dialect: Dialect, description: ServerDescription) -> EngineAbilities:

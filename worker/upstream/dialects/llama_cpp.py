@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,8 +25,8 @@ from promptq.worker.text.grammars.gbnf import gbnf_of
 from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
+    Continuation,
     Dialect,
-    Mask,
     ServerDescription,
     server_abilities,
     with_pooling,
@@ -165,21 +166,11 @@ class LlamaCppDialect(Dialect):
             )
         return {"lora": [{"id": ids[0], "scale": 1.0}]}
 
-    async def _body(
-        self, server: Server, request: EngineRequest, output: Sequence[int], grammar: str | None
-    ) -> dict[str, Any]:
-        fields = await _grammar_fields(server, request, output, grammar)
-        return {**_sampling(request, output), **fields, **await self._lora_fields(server)}
+    async def _body(self, server: Server, wanted: Continuation) -> dict[str, Any]:
+        fields = await _grammar_fields(server, wanted)
+        return {**_sampling(wanted), **fields, **await self._lora_fields(server)}
 
-    async def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
         """Yields chunks with every token.
 
         A stream leaves out tokens inside of a character. This function requests these tokens again,
@@ -187,33 +178,27 @@ class LlamaCppDialect(Dialect):
         streamed: a second call might draw another token, so tokens inside of characters would
         become rare.
         """
-        output = [*emitted]
-        if mask is not None:
-            yield await self._ask_for_some(server, request, output, mask)
+        if wanted.mask is not None:
+            yield await self._ask_for_some(server, wanted)
             return
+        wanted = replace(wanted, emitted=(output := [*wanted.emitted]))
         while True:
-            if request.params.temperature == 0.0:
-                async with aclosing(self._stream(server, request, output, grammar)) as chunks:
+            if wanted.request.params.temperature == 0.0:
+                async with aclosing(self._stream(server, wanted)) as chunks:
                     async for chunk in chunks:
                         output += chunk.token_ids
                         yield chunk
                         if chunk.finish_reason is not None:
                             return
-            chunk = await self._ask_for_some(server, request, output, grammar=grammar)
+            chunk = await self._ask_for_some(server, wanted)
             output += chunk.token_ids
             yield chunk
             if chunk.finish_reason is not None:
                 return
 
-    async def _stream(
-        self,
-        server: Server,
-        request: EngineRequest,
-        output: Sequence[int],
-        grammar: str | None,
-    ) -> AsyncGenerator[Chunk]:
+    async def _stream(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
         """Yields chunks until the output ends or a token is missing."""
-        body = {**await self._body(server, request, output, grammar), "stream": True}
+        body = {**await self._body(server, wanted), "stream": True}
         num_reported = 0
         async with server.stream(_COMPLETION, body) as events:
             async for data in events:
@@ -226,18 +211,10 @@ class LlamaCppDialect(Dialect):
                 yield Chunk(event["tokens"], finish_reason=_reason(event))
         raise ServerFaultError("the stream ended without a finish reason")
 
-    async def _ask_for_some(
-        self,
-        server: Server,
-        request: EngineRequest,
-        output: Sequence[int],
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> Chunk:
-        body = await self._body(server, request, output, grammar)
-        if mask is not None:
-            body["n_predict"] = 1
-            body["logit_bias"] += [[token_id, False] for token_id in mask.forbidden_ids]
+    async def _ask_for_some(self, server: Server, wanted: Continuation) -> Chunk:
+        body = await self._body(server, wanted)
+        if wanted.mask is not None:
+            body["logit_bias"] += [[token_id, False] for token_id in wanted.mask.forbidden_ids]
         is_rest = body["n_predict"] <= _TOKENS_AT_ONCE
         body["n_predict"] = min(body["n_predict"], _TOKENS_AT_ONCE)
         event = await server.post(_COMPLETION, body, server.idle_seconds)
@@ -249,11 +226,11 @@ class LlamaCppDialect(Dialect):
         return Chunk(event["tokens"], finish_reason=reason)
 
 
-def _sampling(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
-    params = request.params
+def _sampling(wanted: Continuation) -> dict[str, Any]:
+    request, params = wanted.request, wanted.request.params
     return {
-        "prompt": [*request.prompt_token_ids, *output],
-        "n_predict": request.max_tokens - len(output),
+        "prompt": wanted.prompt,
+        "n_predict": wanted.num_left,
         "temperature": params.temperature,
         "top_k": max(0, params.top_k),
         "top_p": params.top_p,
@@ -264,7 +241,8 @@ def _sampling(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "samplers": ["penalties", "temperature", "min_p", "top_k", "top_p"],
-        "seed": (request.seed + len(output)) % _RANDOM_SEED,  # an output may take several calls
+        "seed": (request.seed + len(wanted.emitted))
+        % _RANDOM_SEED,  # an output may take several calls
         "logit_bias": [[int(key), by] for key, by in (params.logit_bias or {}).items()],
         "return_tokens": True,
         "response_fields": ["tokens", "tokens_predicted", "stop", "stop_type"],
@@ -272,13 +250,12 @@ def _sampling(request: EngineRequest, output: Sequence[int]) -> dict[str, Any]:
     }
 
 
-async def _grammar_fields(
-    server: Server, request: EngineRequest, output: Sequence[int], lark: str | None
-) -> dict[str, Any]:
+async def _grammar_fields(server: Server, wanted: Continuation) -> dict[str, Any]:
     """Returns the fields with the request's grammar; none if the server cannot apply the grammar.
 
     The server tokenises the text of the output again, and follows the grammar along these tokens.
     """
+    lark, output = wanted.grammar, wanted.emitted
     grammar = None if lark is None else await asyncio.to_thread(gbnf_of, lark)
     if grammar is None:
         return {}
@@ -294,7 +271,7 @@ async def _grammar_fields(
         )
         read += piece
         if token["id"] not in output:
-            is_end = token["id"] in request.end_token_ids or _END_TOKEN.fullmatch(piece)
+            is_end = token["id"] in wanted.request.end_token_ids or _END_TOKEN.fullmatch(piece)
             is_safe = is_safe and not is_end  # an end token here would end the server
     if not is_safe or read != text.encode():  # some tokenizers add a space
         return {}

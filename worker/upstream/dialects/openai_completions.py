@@ -6,7 +6,7 @@ ids. Tried with vLLM 0.32.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.adapter import Adapter
 from promptq.worker.upstream.dialects.dialect import (
     Chunk,
+    Continuation,
     Dialect,
     Mask,
     ServerDescription,
@@ -111,23 +112,17 @@ class OpenAIDialect(Dialect):
             )
         return replace(description, max_model_len=longest, model_dir=model.get("root"))
 
-    async def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
-        del grammar  # the API knows none
-        sampling = sampling_of(request, request.max_tokens - len(emitted) if mask is None else 1)
-        sampling["logit_bias"] = _bias(request.params.logit_bias, mask)
-        body = _body([*request.prompt_token_ids, *emitted], sampling, model)
-        async with server.stream(COMPLETIONS, body) as events:
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        async with server.stream(COMPLETIONS, self.body(wanted)) as events:
             async for data in events:
                 if (chunk := chunk_of(event_of(data))) is not None:
                     yield chunk
+
+    def body(self, wanted: Continuation) -> dict[str, Any]:
+        """Returns the body of a call. The API has no grammars."""
+        sampling = sampling_of(wanted.request, wanted.num_left)
+        sampling["logit_bias"] = _bias(wanted.request.params.logit_bias, wanted.mask)
+        return _body(wanted.prompt, sampling, wanted.model)
 
 
 def _bias(bias: dict[str, float] | None, mask: Mask | None) -> dict[str, float]:

@@ -6,13 +6,12 @@ differ, so no other attempt continues a stream exactly.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 from promptq.shared.errors import ConfigurationError, InvalidRequestError
 from promptq.shared.protocol.request import FinishReason
-from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.text.tokenizer import HuggingFaceTokenizer
-from promptq.worker.upstream.dialects.dialect import Chunk, Mask, ServerDescription
+from promptq.worker.upstream.dialects.dialect import Chunk, Continuation, ServerDescription
 from promptq.worker.upstream.dialects.openai_completions import (
     COMPLETIONS,
     OpenAIDialect,
@@ -72,22 +71,13 @@ class OpenAIRemoteDialect(OpenAIDialect):
             )
         return ServerDescription("an OpenAI server", name, longest, gives_token_ids=False)
 
-    async def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
-        del mask, grammar  # no request has either
-        prompt, begin = request.prompt_token_ids, self._begin
-        if begin and prompt[: len(begin)] == begin:  # the server adds these tokens, too
-            prompt = prompt[len(begin) :]
-        left = request.max_tokens - len(emitted)
-        text = self._decode([*prompt, *emitted])
-        body = {"model": model, "prompt": text, **sampling_of(request, left)}
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        """Yields the server's tokens. No request has a mask or a grammar."""
+        prompt, begin, left = wanted.prompt, self._begin, wanted.num_left
+        if begin and wanted.request.prompt_token_ids[: len(begin)] == begin:
+            prompt = prompt[len(begin) :]  # the server adds these tokens, too
+        text = self._decode(prompt)
+        body = {"model": wanted.model, "prompt": text, **sampling_of(wanted.request, left)}
         async with server.stream(COMPLETIONS, body) as events:
             async for data in events:
                 choice, reason = choice_of(event_of(data))

@@ -5,26 +5,23 @@ SGLang's `/generate` would repeat the whole output in each event. Tried with SGL
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from promptq.shared.errors import ConfigurationError
 from promptq.shared.settings.worker import WorkerSettings
-from promptq.worker.engine.api.messages import EngineRequest
 from promptq.worker.upstream.dialects.dialect import (
     BANNED,
-    Chunk,
-    Dialect,
+    Continuation,
     Mask,
     ServerDescription,
     salt_of,
     server_abilities,
 )
-from promptq.worker.upstream.dialects.openai_completions import COMPLETIONS, chunk_of, event_of
+from promptq.worker.upstream.dialects.openai_completions import COMPLETIONS, OpenAIDialect
 from promptq.worker.upstream.dialects.transport import Server, answering_as
 
 
-class SglangDialect(Dialect):
+class SglangDialect(OpenAIDialect):
     """SGLang's dialect. `is_exact`: the server computes in fp32, so greedy streams resume
     exactly."""
 
@@ -84,31 +81,13 @@ class SglangDialect(Dialect):
         tokens: list[int] = (await server.post("/tokenize", body))["tokens"]
         return tokens
 
-    async def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
-        body = self._body(request, emitted, model)
-        if mask is not None:
-            _put_mask(body, mask)
-        if grammar is not None:
-            body["ebnf"] = grammar
-        async with server.stream(COMPLETIONS, body) as events:
-            async for data in events:
-                if (chunk := chunk_of(event_of(data))) is not None:
-                    yield chunk
-
-    def _body(self, request: EngineRequest, output: Sequence[int], model: str) -> dict[str, Any]:
-        params, ends = request.params, sorted(request.end_token_ids)
-        return {
-            "model": model,
-            "prompt": _prompt([*request.prompt_token_ids, *output]),
-            "max_tokens": request.max_tokens - len(output),
+    def body(self, wanted: Continuation) -> dict[str, Any]:
+        request, params = wanted.request, wanted.request.params
+        ends = sorted(request.end_token_ids)
+        body = {
+            "model": wanted.model,
+            "prompt": _prompt(wanted.prompt),
+            "max_tokens": wanted.num_left,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k if params.top_k > 0 else -1,
@@ -124,6 +103,11 @@ class SglangDialect(Dialect):
             "stream": True,
             **salt_of(request, shares_prefixes=self._shares_prefixes),
         }
+        if wanted.mask is not None:
+            _put_mask(body, wanted.mask)
+        if wanted.grammar is not None:
+            body["ebnf"] = wanted.grammar
+        return body
 
 
 def _prompt(token_ids: list[int]) -> list[int] | list[list[int]]:
@@ -132,7 +116,6 @@ def _prompt(token_ids: list[int]) -> list[int] | list[list[int]]:
 
 
 def _put_mask(body: dict[str, Any], mask: Mask) -> None:
-    body["max_tokens"] = 1
     if mask.is_grammar_beside(body["logit_bias"]):
         body["ebnf"] = mask.grammar
     else:

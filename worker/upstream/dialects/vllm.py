@@ -24,6 +24,7 @@ from promptq.worker.upstream.dialects.dialect import (
     BANNED,
     MOST_LISTED,
     Chunk,
+    Continuation,
     Dialect,
     Mask,
     ServerDescription,
@@ -175,7 +176,7 @@ class VllmDialect(Dialect):
     ) -> PromptLogprobs | None:
         """Returns log-probabilities of the prompt's tokens, from a call without a stream, because
         streams do not report them. The server keeps the prompt's KV cache for the stream."""
-        body = self._body(request, (), model) | {"stream": False}
+        body = self._body(Continuation(request, (), model)) | {"stream": False}
         num_top = request.params.prompt_logprobs or 0
         body["sampling_params"] |= {
             "max_tokens": 1,
@@ -188,34 +189,26 @@ class VllmDialect(Dialect):
             return None
         return _of_prompt(request.prompt_token_ids, entries, num_top)
 
-    async def generate(
-        self,
-        server: Server,
-        request: EngineRequest,
-        emitted: Sequence[int],
-        model: str,
-        mask: Mask | None = None,
-        grammar: str | None = None,
-    ) -> AsyncGenerator[Chunk]:
-        body = self._body(request, emitted, model)
-        if mask is not None:
-            _put_mask(body["sampling_params"], mask)
-        if grammar is not None:
+    async def generate(self, server: Server, wanted: Continuation) -> AsyncGenerator[Chunk]:
+        body, num_emitted = self._body(wanted), len(wanted.emitted)
+        if wanted.mask is not None:
+            _put_mask(body["sampling_params"], wanted.mask)
+        if wanted.grammar is not None:
             body["sampling_params"] |= {
-                "structured_outputs": {"grammar": grammar},
-                "extra_args": {NUM_EMITTED: len(emitted)},
+                "structured_outputs": {"grammar": wanted.grammar},
+                "extra_args": {NUM_EMITTED: num_emitted},
             }
         async with server.stream(GENERATE, body) as events:
             async for data in events:
-                if (chunk := _read(data, request.params.logprobs or 0)) is not None:
+                if (chunk := _read(data, wanted.request.params.logprobs or 0)) is not None:
                     if chunk.num_prompt_tokens is not None:
-                        chunk.num_prompt_tokens -= len(emitted)
+                        chunk.num_prompt_tokens -= num_emitted
                     yield chunk
 
-    def _body(self, request: EngineRequest, emitted: Sequence[int], model: str) -> dict[str, Any]:
-        params, num_emitted = request.params, len(emitted)
+    def _body(self, wanted: Continuation) -> dict[str, Any]:
+        request, params, num_emitted = wanted.request, wanted.request.params, len(wanted.emitted)
         sampling = {
-            "max_tokens": request.max_tokens - num_emitted,
+            "max_tokens": wanted.num_left,
             # `min_tokens` forbids the model's end token, even in a request that ignores this token.
             "min_tokens": max(0, params.min_tokens - num_emitted) if request.end_token_ids else 0,
             "temperature": params.temperature,
@@ -235,8 +228,8 @@ class VllmDialect(Dialect):
             "detokenize": False,
         }
         return {
-            "model": model,
-            "token_ids": [*request.prompt_token_ids, *emitted],
+            "model": wanted.model,
+            "token_ids": wanted.prompt,
             "sampling_params": sampling,
             "reasoning_ended": True,  # else a grammar might wait for the end of a thought
             "stream": True,
@@ -246,7 +239,7 @@ class VllmDialect(Dialect):
 
 
 def _put_mask(sampling: dict[str, Any], mask: Mask) -> None:
-    sampling |= {"max_tokens": 1, "min_tokens": 0}
+    sampling["min_tokens"] = 0
     biases = sampling["logit_bias"]
     if np.count_nonzero(mask.allowed) <= MOST_LISTED:
         sampling["allowed_token_ids"] = mask.allowed_ids

@@ -159,6 +159,16 @@ def greeting() -> Answer:
     return answer
 
 
+def same_chat(got: Any) -> str:
+    """Checks an answer in the form of OpenAI's client against the answer of `chat`. Returns its
+    text."""
+    wanted, [choice] = chat(), got.choices
+    same("text", choice.message.content, wanted.text)
+    same("finish_reason", choice.finish_reason, wanted.finish_reason)
+    same("usage", (got.usage.prompt_tokens, got.usage.completion_tokens), wanted.usage)
+    return str(choice.message.content)
+
+
 def completion(prompt: str = PROMPT) -> Answer:
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
     answer = plain("/v1/completions", body)

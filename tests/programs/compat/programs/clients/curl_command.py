@@ -34,6 +34,13 @@ def fetch(path: str, *options: str, **fields: Any) -> Any:
     return json.loads(answer)
 
 
+def message_of(wanted: int, path: str, *options: str) -> str:
+    """Returns the message of an error with the status `wanted`."""
+    status, answer = curl(path, *options)
+    same("status", status, wanted)
+    return str(json.loads(answer)["error"]["message"])
+
+
 @attempt("chat without Content-Type")
 def _() -> str:
     got, wanted = fetch("/v1/chat/completions", body=CHAT), trying.chat()
@@ -117,29 +124,23 @@ try_path("/favicon.ico, as browsers ask", "/favicon.ico")
 
 @attempt("error: a path that there is not is JSON, and names what there is")
 def _() -> str:
-    status, answer = curl("/v1/no-such-path")
-    same("status", status, 404)
-    message = json.loads(answer)["error"]["message"]
+    message = message_of(404, "/v1/no-such-path")
     assert "/v1/no-such-path" in message, message
-    return str(message)
+    return message
 
 
 @attempt("error: a base URL without /v1 is told the right path")
 def _() -> str:
-    status, answer = curl("/chat/completions", *chat)
-    same("status", status, 404)
-    message = json.loads(answer)["error"]["message"]
+    message = message_of(404, "/chat/completions", *chat)
     assert "do you mean /v1/chat/completions?" in message, message
-    return str(message)
+    return message
 
 
 @attempt("error: GET where POST is right says so")
 def _() -> str:
-    status, answer = curl("/v1/chat/completions")
-    same("status", status, 405)
-    message = json.loads(answer)["error"]["message"]
+    message = message_of(405, "/v1/chat/completions")
     assert "POST" in message, message
-    return str(message)
+    return message
 
 
 @attempt("a page of another site may ask, as its browser checks (CORS)")

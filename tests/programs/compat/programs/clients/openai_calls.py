@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import trying
-from trying import attempt, same
+from trying import attempt, same, same_chat
 
 client = openai.OpenAI(max_retries=0)
 CHAT: Any = {
@@ -18,14 +18,6 @@ CHAT: Any = {
     "temperature": 0,
     "max_tokens": trying.MAX_TOKENS,
 }
-
-
-def same_chat(got: Any) -> str:
-    wanted, [choice] = trying.chat(), got.choices
-    same("text", choice.message.content, wanted.text)
-    same("finish_reason", choice.finish_reason, wanted.finish_reason)
-    same("usage", (got.usage.prompt_tokens, got.usage.completion_tokens), wanted.usage)
-    return choice.message.content
 
 
 @attempt("models")

@@ -6,7 +6,7 @@ from typing import Any
 
 import litellm
 import trying
-from trying import attempt, is_tale, same
+from trying import attempt, is_tale, same, same_chat
 
 litellm.telemetry = False
 CALL: Any = {
@@ -17,14 +17,6 @@ CALL: Any = {
     "api_base": trying.URL,
     "api_key": trying.KEY,
 }
-
-
-def same_chat(got: Any) -> str:
-    wanted, [choice] = trying.chat(), got.choices
-    same("text", choice.message.content, wanted.text)
-    same("finish_reason", choice.finish_reason, wanted.finish_reason)
-    same("usage", (got.usage.prompt_tokens, got.usage.completion_tokens), wanted.usage)
-    return choice.message.content
 
 
 def try_provider(provider: str) -> None:
