@@ -96,7 +96,8 @@ _OF_CALLS = {
     "claims-stay-under-way": Mutant(
         _CLAIMS,
         "        finally:\n            if is_alone:\n                self._is_under_way = False\n",
-        "            self._is_under_way = False\n        finally:\n            pass\n",
+        "            if is_alone:\n                self._is_under_way = False\n"
+        "        finally:\n            pass\n",
     ),
     "a-cancelled-claim-keeps-its-requests": Mutant(
         _QUEUE, "            await self.release([claim.as_held() for claim in claims])\n", ""

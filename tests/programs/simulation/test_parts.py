@@ -64,6 +64,7 @@ LOST_ENDS: Fields = {
     "seconds": 1.0,
     "faults": [fault("lose messages of channels", at, 0.3, 0.99) for at in (0.1, 0.4, 0.7)],
 }
+SHORT_LOGS: Fields = {**LOST_ENDS, "log_ttl_ms": 200}
 LOST_CANCELS: Fields = {
     **CALM,
     "faults": [fault("lose messages of channels", at, 0.5) for at in (0.05, 0.3)],
@@ -95,6 +96,13 @@ CUT_CLIENT: Fields = {
     "num_requests": 60,
     "faults": [fault("cut all connections of a process", 0.5, 0.0, 0.99)],
 }
+CUT_OFTEN: Fields = {
+    **CUT_CLIENT,
+    "faults": [
+        fault("cut all connections of a process", 0.2 + number / 100, 0.0, 0.99)
+        for number in range(40)
+    ],
+}
 DRAINS: Fields = {
     **BACKLOG,
     "num_requests": 80,
@@ -111,6 +119,16 @@ LOST_REPLIES: Fields = {
     "num_workers": 2,
     "faults": [
         fault("lose a reply", (2 + number) / 20, 0.0, number % 6 / 10) for number in range(12)
+    ],
+}
+LOST_CLAIMS: Fields = {
+    **CALM,
+    "num_requests": 60,
+    "affinity_ms": 200,
+    "lease_ms": 4000,
+    "faults": [
+        fault("fill the disk of the server", 0.15, 0.1),
+        *(fault("lose a reply", 0.4 + number / 80, 0.0, number % 5 / 10) for number in range(60)),
     ],
 }
 LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
@@ -141,6 +159,10 @@ WORLDS = {
     "a-stopped-sequence-goes-on": (CALM, "useless work"),
     "coalescer-delays-too-long": (CALM, "late token"),
     "stream-never-reads-in-silence": (LOST_ENDS, "no end"),
+    "mailbox-never-rings": (LOST_ENDS, "no end"),
+    "stream-repeats-text-of-the-result": (SHORT_LOGS, "changed text"),
+    "keeper-fails-in-silence": (CUT_OFTEN, "late end"),
+    "claims-stay-under-way": (LOST_CLAIMS, "crash without a cause"),
     "cancels-are-ignored": ({**CALM, "lease_ms": 4000}, "late cancel"),
     "a-failed-renewal-ends-the-worker": (REFUSED_SCRIPTS, "bad exit"),
     "rows-are-sent-once": (REFUSED_SCRIPTS, "bad exit"),
