@@ -114,6 +114,11 @@ FROZEN_WORKERS: Fields = {
     "num_workers": 2,
     "faults": [fault("freeze a worker", 0.15, 1.6), fault("freeze a worker", 0.5, 1.6, 0.9)],
 }
+LATE_ROWS: Fields = {
+    **BACKLOG,
+    "num_workers": 3,
+    "faults": [fault("freeze a worker", 0.25, 1.15), fault("freeze a worker", 0.3, 1.25, 0.4)],
+}
 LOST_REPLIES: Fields = {
     **CALM,
     "num_workers": 2,
@@ -171,6 +176,7 @@ WORLDS = {
     "claims-name-no-answer": (LOST_REPLIES, "no end"),
     "freed-room-is-not-reported": (BACKLOG, "idle"),
     "room-counts-only-if-nothing-waits": (BACKLOG, "idle"),
+    "script: lost-fence": (LATE_ROWS, "zombie"),
     "script: rows-anywhere": (LOST_REPLIES, "wrong end"),
     "messages-during-a-claim-are-lost": (CALM, "late claim"),
     "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),
