@@ -55,17 +55,14 @@ _OF_STREAMS = {
         _STREAM, '"text": result.text[text_start:],', '"text": result.text,'
     ),
     "keeper-forgets-to-subscribe-again": Mutant(
-        _SUBSCRIPTIONS, "        self._requested.clear()\n", ""
+        _SUBSCRIPTIONS,
+        "        self._requested.clear()\n        self._unanswered.clear()\n",
+        "        self._unanswered.clear()\n",
     ),
     "keeper-ends-with-the-connection": Mutant(
         _SUBSCRIPTIONS,
         "await pubsub.connection.disconnect(nowait=True)\n                    seconds",
         "return\n                    seconds",
-    ),
-    "keeper-trusts-old-confirmations": Mutant(
-        _SUBSCRIPTIONS,
-        "        self._confirmed.clear()\n        self._changed.set()\n",
-        "        self._changed.set()\n",
     ),
     "keeper-never-unsubscribes": Mutant(
         _SUBSCRIPTIONS,
