@@ -112,9 +112,6 @@ _OF_LEASES = {
     "ended-sequences-count-as-running": Mutant(
         _LEASES, "            del self._running[lease.prepared.sequence_id]\n", ""
     ),
-    "an-earlier-attempt-stays": Mutant(
-        _LEASES, "                self._set_state(earlier, _GONE)\n", "                pass\n"
-    ),
     "freed-room-is-not-reported": Mutant(_LEASES, "        self.wake_up.room_freed()\n", ""),
     "cancels-are-ignored": Mutant(_EXCHANGE, "            self._some_cancelled.set()\n", ""),
     "a-failed-cancel-ends-the-worker": Mutant(
