@@ -52,7 +52,6 @@ class Subscriptions:
         self._requested: set[_Channel] = set()  # subscriptions that were sent, and not refused
         self._unanswered = deque[_Channel]()  # subscriptions without a reply, in the order sent
         self._leaving: Counter[_Channel] = Counter()  # unsubscriptions without a reply
-        self._confirmed: set[_Channel] = set()
         self._changed = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
@@ -68,12 +67,12 @@ class Subscriptions:
     def join(self, channel: _Channel, mailbox: Mailbox) -> None:
         """Puts new messages of a channel into a mailbox. Raises QueueClosedError after `aclose`.
 
-        Messages that were sent before the mailbox got its first `SUBSCRIBED` may be missing.
+        Messages that were sent before a `SUBSCRIBED` may be missing.
         """
         if self._closed:
             raise QueueClosedError("the client was closed")
         self._mailboxes.setdefault(channel, []).append(mailbox)
-        if channel in self._confirmed:
+        if channel in self._requested:  # if the reply is still to come, it puts another one
             mailbox.put(Notice.SUBSCRIBED)
         self._changed.set()
         if self._keeper is None:
@@ -90,7 +89,7 @@ class Subscriptions:
             self._changed.set()
         if not self._mailboxes and self._keeper is not None:
             keeper, self._keeper = self._keeper, None
-            self._confirmed.clear()
+            self._requested.clear()
             await end([keeper])
 
     async def _keep(self) -> None:
@@ -115,7 +114,6 @@ class Subscriptions:
         self._requested.clear()
         self._unanswered.clear()
         self._leaving.clear()
-        self._confirmed.clear()
         self._changed.set()
         self._is_quiet = heard_any = False
         beside = [
@@ -179,10 +177,8 @@ class Subscriptions:
             self._put(channel, data)
         elif kind in _CONFIRMATIONS:
             self._unanswered.popleft()
-            self._confirmed.add(channel)
             self._put(channel, Notice.SUBSCRIBED)
         elif kind in _ENDS:
-            self._confirmed.discard(channel)
             if self._leaving[channel]:
                 self._leaving[channel] -= 1
             elif channel in self._requested:
@@ -206,7 +202,7 @@ class Subscriptions:
         """Passes the error to all streams. The next stream starts a new keeper."""
         mailboxes, self._mailboxes = self._mailboxes, {}
         self._keeper = None
-        self._confirmed.clear()
+        self._requested.clear()
         for channel in mailboxes.values():
             for mailbox in channel:
                 mailbox.put(error)

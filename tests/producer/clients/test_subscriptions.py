@@ -438,6 +438,23 @@ async def test_a_mailbox_is_bounded() -> None:
     assert unread[-1] == b"%d" % (10 * MAX_UNREAD - 1)
 
 
+async def test_who_joins_before_the_reply_hears_of_the_reply_too(redis_url: str) -> None:
+    """Messages that the server sent before its reply may be missing, so the log is read again."""
+    async with redis.asyncio.Redis.from_url(redis_url) as own:
+        subscriptions = Subscriptions(own)
+        channel = KEYS.events("r")
+        first, second = Mailbox(subscriptions), Mailbox(subscriptions)
+        await first.subscribe(channel, sharded=False)
+        while not subscriptions._requested:
+            await asyncio.sleep(0)
+        await second.subscribe(channel, sharded=False)
+        heard = [await second.listen(_NO_SILENCE, lambda item: item) for _ in range(2)]
+        assert heard == [Notice.SUBSCRIBED] * 2
+        assert await own.publish(channel, "a") == 1
+        assert await second.listen(_NO_SILENCE, lambda item: item) == b"a"
+        await subscriptions.aclose()
+
+
 async def test_closing_ends_all_streams(
     client: AsyncClient, readers: Readers, own_worker: HandWorker
 ) -> None:

@@ -55,17 +55,14 @@ _OF_STREAMS = {
         _STREAM, '"text": result.text[text_start:],', '"text": result.text,'
     ),
     "keeper-forgets-to-subscribe-again": Mutant(
-        _SUBSCRIPTIONS, "        self._requested.clear()\n", ""
+        _SUBSCRIPTIONS,
+        "        self._requested.clear()\n        self._unanswered.clear()\n",
+        "        self._unanswered.clear()\n",
     ),
     "keeper-ends-with-the-connection": Mutant(
         _SUBSCRIPTIONS,
         "await pubsub.connection.disconnect(nowait=True)\n                    seconds",
         "return\n                    seconds",
-    ),
-    "keeper-trusts-old-confirmations": Mutant(
-        _SUBSCRIPTIONS,
-        "        self._confirmed.clear()\n        self._changed.set()\n",
-        "        self._changed.set()\n",
     ),
     "keeper-never-unsubscribes": Mutant(
         _SUBSCRIPTIONS,
@@ -96,7 +93,8 @@ _OF_CALLS = {
     "claims-stay-under-way": Mutant(
         _CLAIMS,
         "        finally:\n            if is_alone:\n                self._is_under_way = False\n",
-        "            self._is_under_way = False\n        finally:\n            pass\n",
+        "            if is_alone:\n                self._is_under_way = False\n"
+        "        finally:\n            pass\n",
     ),
     "a-cancelled-claim-keeps-its-requests": Mutant(
         _QUEUE, "            await self.release([claim.as_held() for claim in claims])\n", ""
@@ -113,9 +111,6 @@ _OF_LEASES = {
     ),
     "ended-sequences-count-as-running": Mutant(
         _LEASES, "            del self._running[lease.prepared.sequence_id]\n", ""
-    ),
-    "an-earlier-attempt-stays": Mutant(
-        _LEASES, "                self._set_state(earlier, _GONE)\n", "                pass\n"
     ),
     "freed-room-is-not-reported": Mutant(_LEASES, "        self.wake_up.room_freed()\n", ""),
     "cancels-are-ignored": Mutant(_EXCHANGE, "            self._some_cancelled.set()\n", ""),

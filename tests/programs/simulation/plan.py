@@ -127,6 +127,8 @@ class Plan:
     """Milliseconds by which a level of priority moves a request in the queue."""
     affinity_ms: int = 0
     shortest_first_ms: int = 0
+    log_ttl_ms: int = 60_000
+    """Milliseconds after a request's end until its log expires."""
 
     @classmethod
     def of(cls, seed: int, most_requests: int | None = None) -> Plan:
@@ -152,10 +154,11 @@ class Plan:
             aging_ms=rng.choice([200, 60_000]),
             affinity_ms=rng.choice([0, 200]),
             shortest_first_ms=rng.choice([0, 300]),
+            log_ttl_ms=rng.choice([60_000, 60_000, 200]),
         )
 
     @property
     def config(self) -> dict[str, int]:
         """The settings of the queue."""
-        names = "aging_ms", "affinity_ms", "shortest_first_ms"
+        names = "aging_ms", "affinity_ms", "shortest_first_ms", "log_ttl_ms"
         return {name: getattr(self, name) for name in names}

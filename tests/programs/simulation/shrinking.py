@@ -61,7 +61,7 @@ def read_plan(path: Path) -> Plan:
         plan = Plan(**{**fields, "faults": tuple(faults)})
         counts = plan.num_workers, plan.num_clients, plan.num_requests
         counts += plan.lease_ms, plan.aging_ms, plan.num_gateways + 1, plan.num_leaders + 1
-        counts += plan.affinity_ms + 1, plan.shortest_first_ms + 1
+        counts += plan.affinity_ms + 1, plan.shortest_first_ms + 1, plan.log_ttl_ms
         if not all(type(count) is int and count >= 1 for count in counts):
             raise ValueError("it has a count that is too small")
         times = [plan.seconds]

@@ -65,6 +65,7 @@ LOST_ENDS: Fields = {
     "seconds": 1.0,
     "faults": [fault("lose messages of channels", at, 0.3, 0.99) for at in (0.1, 0.4, 0.7)],
 }
+SHORT_LOGS: Fields = {**LOST_ENDS, "log_ttl_ms": 200}
 LOST_CANCELS: Fields = {
     **CALM,
     "faults": [fault("lose messages of channels", at, 0.5) for at in (0.05, 0.3)],
@@ -96,6 +97,13 @@ CUT_CLIENT: Fields = {
     "num_requests": 60,
     "faults": [fault("cut all connections of a process", 0.5, 0.0, 0.99)],
 }
+CUT_OFTEN: Fields = {
+    **CUT_CLIENT,
+    "faults": [
+        fault("cut all connections of a process", 0.2 + number / 100, 0.0, 0.99)
+        for number in range(40)
+    ],
+}
 DRAINS: Fields = {
     **BACKLOG,
     "num_requests": 80,
@@ -107,11 +115,26 @@ FROZEN_WORKERS: Fields = {
     "num_workers": 2,
     "faults": [fault("freeze a worker", 0.15, 1.6), fault("freeze a worker", 0.5, 1.6, 0.9)],
 }
+LATE_ROWS: Fields = {
+    **BACKLOG,
+    "num_workers": 3,
+    "faults": [fault("freeze a worker", 0.25, 1.15), fault("freeze a worker", 0.3, 1.25, 0.4)],
+}
 LOST_REPLIES: Fields = {
     **CALM,
     "num_workers": 2,
     "faults": [
         fault("lose a reply", (2 + number) / 20, 0.0, number % 6 / 10) for number in range(12)
+    ],
+}
+LOST_CLAIMS: Fields = {
+    **CALM,
+    "num_requests": 60,
+    "affinity_ms": 200,
+    "lease_ms": 4000,
+    "faults": [
+        fault("fill the disk of the server", 0.15, 0.1),
+        *(fault("lose a reply", 0.4 + number / 80, 0.0, number % 5 / 10) for number in range(60)),
     ],
 }
 LONG_OUTAGE: Fields = {**CALM, "seconds": 13.0, "faults": [fault("kill the server", 0.2, 12.0)]}
@@ -142,6 +165,10 @@ WORLDS = {
     "a-stopped-sequence-goes-on": (CALM, "useless work"),
     "coalescer-delays-too-long": (CALM, "late token"),
     "stream-never-reads-in-silence": (LOST_ENDS, "no end"),
+    "mailbox-never-rings": (LOST_ENDS, "no end"),
+    "stream-repeats-text-of-the-result": (SHORT_LOGS, "changed text"),
+    "keeper-fails-in-silence": (CUT_OFTEN, "late end"),
+    "claims-stay-under-way": (LOST_CLAIMS, "crash without a cause"),
     "cancels-are-ignored": ({**CALM, "lease_ms": 4000}, "late cancel"),
     "a-failed-renewal-ends-the-worker": (REFUSED_SCRIPTS, "bad exit"),
     "rows-are-sent-once": (REFUSED_SCRIPTS, "bad exit"),
@@ -150,6 +177,7 @@ WORLDS = {
     "claims-name-no-answer": (LOST_REPLIES, "no end"),
     "freed-room-is-not-reported": (BACKLOG, "idle"),
     "room-counts-only-if-nothing-waits": (BACKLOG, "idle"),
+    "script: lost-fence": (LATE_ROWS, "zombie"),
     "script: rows-anywhere": (LOST_REPLIES, "wrong end"),
     "messages-during-a-claim-are-lost": (CALM, "late claim"),
     "a-lost-claim-is-left-behind": (REFUSED_CLAIMS, "left behind"),

@@ -106,6 +106,8 @@ def test_finds_a_token_that_comes_late() -> None:
     story = Story()
     story.stream.times[0] = 1.61
     assert story.rules() == {"late token"}
+    story.notes.steps["r"].insert(1, Step(WORKER, 1.15, 1, begins=True))
+    assert story.rules() == set(), "the first attempt has not sent its token"
     story.stream.began_at = 1.2
     assert story.rules() == set()
 
