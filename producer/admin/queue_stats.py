@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from itertools import chain
 
 from pydantic import BaseModel
@@ -13,6 +14,26 @@ from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, Operation
 from promptq.shared.queue.maxmemory_policy import maxmemory_warning
 from promptq.shared.runtime.printable import printable
+
+
+class AffinityStats(BaseModel):
+    """Sums of the fields `affinity_*` of a queue's live workers, without overflow workers."""
+
+    held: int
+    missed: int
+    left: int
+    cached_tokens: int | None
+    """None if no worker's engine reports its cache."""
+
+    def __str__(self) -> str:
+        """Returns a line for people."""
+        text = (
+            f"{self.held:,} requests claimed where their beginning was, {self.missed:,} elsewhere"
+        )
+        text += f"; {self.left:,} first left to other workers"
+        if self.cached_tokens is None:
+            return text
+        return f"{text}; {self.cached_tokens:,} prompt tokens from the cache"
 
 
 class QueueStats(BaseModel):
@@ -30,6 +51,8 @@ class QueueStats(BaseModel):
     workers: list[WorkerStats]
     overflow_workers: list[WorkerStats] = []
     """Workers that help out: they claim only requests that `workers` would finish too late."""
+    affinity: AffinityStats | None = None
+    """Counts of the effects of `affinity_ms`; None while the setting is off."""
     has_standby: bool = False
     """Whether a worker that loads several models in turns also serves this queue."""
     why_no_worker: str = ""
@@ -57,14 +80,17 @@ def queue_option(queue: str) -> str:
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
     """Reads statistics of the queue and its workers."""
-    (model, standby_until), (earlier_model, paused), *numbers, server_warning = yield [
+    (model, standby_until), settings, *numbers, server_warning = yield [
         Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
-        Call("", ["HMGET", keys.config, "model", "paused"], list, lambda: [None] * 2),
+        Call(
+            "", ["HMGET", keys.config, "model", "paused", "affinity_ms"], list, lambda: [None] * 3
+        ),
         lookups.count(keys),
         *(Call("", ["ZCARD", key], int, int) for key in (keys.delayed, keys.leases, keys.dead)),
         lookups.server_time_ms(),
         maxmemory_warning(),
     ]
+    earlier_model, paused, affinity_ms = settings
     waiting, delayed, active, dead, now_ms = numbers
     kinds = yield [lookups.live_worker_ids(keys, now_ms, overflow=each) for each in (False, True)]
     reports = yield [lookups.worker_stats(keys, worker_id) for worker_id in chain(*kinds)]
@@ -83,10 +109,22 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         dead=dead,
         workers=claiming,
         overflow_workers=[worker for worker in workers if worker.overflow],
+        affinity=_affinity_of(claiming) if lookups.is_later(affinity_ms, 0) else None,
         has_standby=has_standby,
         why_no_worker="" if claiming else _why_no_worker(keys.queue, has_standby),
         now_ms=now_ms,
         server_warning=server_warning,
+    )
+
+
+def _affinity_of(workers: Sequence[WorkerStats]) -> AffinityStats:
+    reported = [one.reported("affinity_cached_tokens") for one in workers]
+    known = [num for num in reported if num is not None]
+    return AffinityStats(
+        held=sum(one.affinity_held for one in workers),
+        missed=sum(one.affinity_missed for one in workers),
+        left=sum(one.affinity_left for one in workers),
+        cached_tokens=sum(known) if known or not workers else None,
     )
 
 

@@ -10,6 +10,11 @@ from typing import NamedTuple
 from promptq.shared.protocol.events import TokenEvent
 from promptq.shared.protocol.output_style import OutputStyle
 
+AFFINITY_RESULTS = ("held", "missed", "left")
+"""`held`: in the last two minutes, the worker claimed the request's session or, if no worker did,
+its longest claimed beginning; `missed`: only other workers did; `left`: workers first left the
+request to others."""
+
 
 class Holding(NamedTuple):
     """Preemptible sequences of one tenant and one priority at a worker: their number and KV tokens.
@@ -109,6 +114,8 @@ class Claim:
     is_foreign: bool = False
     """Whether an overflow worker with another model or engine has claimed this request, perhaps in
     an earlier attempt."""
+    affinity: str = ""
+    """The outcome of affinity for the request: one or two words of `AFFINITY_RESULTS`."""
     num_logged: int = 0
     """Number of output tokens in the request's log, according to the id of the last entry."""
     received_at: float = field(default_factory=time.monotonic, compare=False)

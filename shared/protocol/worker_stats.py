@@ -146,6 +146,14 @@ class WorkerStats(_Observation):
     num_processed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    affinity_held: int = 0
+    """Number of claimed requests whose beginning this worker had claimed before (`affinity_ms`)."""
+    affinity_missed: int = 0
+    """Number of claimed requests whose beginning only other workers had claimed before."""
+    affinity_left: int = 0
+    """Number of claimed requests that workers had first left to other workers."""
+    affinity_cached_tokens: int = 0
+    """Number of prompt tokens that the cache had for the requests of `affinity_held` that ended."""
     generation_tokens: int = 0
     recomputed_tokens: int = 0
     drafted_tokens: int = 0

@@ -174,7 +174,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
     if item[9]:
         with suppress(ValidationError):
             events.extend(TokenEvent.model_validate_json(event) for event in item[9])
-    turn, tenant, weight, foreign, *_ = (*item[12:], b"", b"", b"", b"")
+    turn, tenant, weight, foreign, affinity, *_ = (*item[12:], b"", b"", b"", b"", b"")
     return Claim(
         request_id=text_of(item[0]),
         payload=item[1],
@@ -194,6 +194,7 @@ def _parse_claim(item: list[Any], claimed_at_ms: int, nth: int) -> Claim:
         tenant=text_of(tenant),
         weight=float(weight or 1),
         is_foreign=foreign == b"1",
+        affinity=text_of(affinity),
     )
 
 

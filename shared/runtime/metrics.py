@@ -135,6 +135,12 @@ RECOMPUTED = Spec("counter", "recomputed_tokens", "Tokens that were computed aga
 STATE_BYTES = Spec("gauge", "recurrent_state_bytes",
                    "Memory for the states of recurrent layers, of slots and of shared prefixes.")
 CLAIMS = Spec("counter", "claims", "Requests that were claimed, so attempts that began.")
+AFFINITY_CLAIMS = Spec("counter", "affinity_claims", "Claimed requests by what affinity_ms did:"
+                       " held: the worker had claimed their beginning before; missed: only other"
+                       " workers had; left: workers first left them to others, too.",
+                       ("model_name", "engine", "result"))
+AFFINITY_CACHED = Spec("counter", "affinity_cached_tokens", "Prompt tokens found in the cache for"
+                       " the held requests of affinity_claims that ended.")
 REFUSED = Spec("counter", "claims_refused", "Claimed requests that were invalid.")
 FENCES_LOST = Spec("counter", "fences_lost", "Requests that another attempt took from the worker,"
                    " because the worker was slow, frozen or cut off.")
@@ -164,6 +170,10 @@ WORK = Spec("gauge", "queue_work_seconds", "Time that one worker would need for 
             " and the running requests; missing until that was measured.", ("queue", "state"))
 OLDEST = Spec("gauge", "queue_oldest_seconds", "How long the oldest request has waited.",
               ("queue",))
+QUEUE_AFFINITY = Spec("gauge", "queue_affinity_claims", "The live workers' affinity_claims;"
+                      " missing while affinity_ms is off.", ("queue", "result"))
+QUEUE_AFFINITY_CACHED = Spec("gauge", "queue_affinity_cached_tokens", "The live workers'"
+                             " affinity_cached_tokens.", ("queue",))
 AT_RISK = Spec("gauge", "queue_deadlines_at_risk", "Requests that would miss their deadlines with"
                " the present workers.", ("queue",))
 HTTP_REQUESTS = Spec("counter", "http_requests", "HTTP requests that were answered.",

@@ -8,6 +8,7 @@ import math
 import time
 from dataclasses import fields
 
+from promptq.shared.protocol.claims import AFFINITY_RESULTS
 from promptq.shared.protocol.worker_stats import RECORD_MS, SAMPLE_MS, WorkerStats
 from promptq.shared.queue import lookups, scripts, statistics
 from promptq.shared.queue.request_queue import AsyncRequestQueue
@@ -118,6 +119,8 @@ class Heartbeat:
             "mean_queue_ms": meter.mean_ms("queue_ms"),
             "mean_prompt_ms": meter.mean_ms("prompt_ms"),
             "mean_generation_ms": meter.mean_ms("generation_ms"),
+            **{f"affinity_{each}": meter.num_by_affinity[each] for each in AFFINITY_RESULTS},
+            "affinity_cached_tokens": meter.affinity_cached_tokens,
             "refused": " ".join(self._engine.abilities.refused),
         }
         if not self._engine.is_accepting and self.about.state == "running":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
+from promptq.shared.protocol.claims import Claim
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.queue.statistics import Contribution
 from promptq.shared.runtime import metrics
@@ -29,6 +31,10 @@ class Meter:
         self.num_published = 0
         self.num_fences_lost = 0
         self.num_ended: Counter[FinishReason] = Counter()
+        self.num_by_affinity: Counter[str] = Counter()
+        """Counts claimed requests by the words of `Claim.affinity`."""
+        self.affinity_cached_tokens = 0
+        """Prompt tokens that the cache had for the ended requests that count as `held`."""
         self._gaps: defaultdict[float, int] = defaultdict(int)
         """Counts sequences that got a token in this step, by the time of their previous token."""
         self._num_computed = 0  # tokens that the engine had computed by the last step
@@ -39,6 +45,11 @@ class Meter:
     def observe(self, spec: Spec, value: float, count: int = 1) -> None:
         """Add `value` to the histogram of `spec`, `count` times."""
         self.histograms[spec].add(value, count)
+
+    def note_claims(self, claims: Sequence[Claim]) -> None:
+        self.num_claimed += len(claims)
+        for claim in claims:
+            self.num_by_affinity.update(claim.affinity.split())
 
     def note_output(self, prepared: PreparedRequest, at: float) -> None:
         """Record a request's new tokens from a step that ended at `at` (`time.monotonic()`)."""
@@ -69,6 +80,8 @@ class Meter:
         """Record the end of a request. `prepared` is None if this worker did not prepare it."""
         self._contribution.finished += 1
         self.num_ended[reason] += 1
+        if prepared and prepared.timing and "held" in prepared.claim.affinity:
+            self.affinity_cached_tokens += prepared.timing.cached_tokens
         if prepared is None or (stats := prepared.stats) is None:
             return
         self._num_with_stats += 1

@@ -183,7 +183,7 @@ class Prefetcher:
             if claims.next_skip and not await self._wake_up.wait(_WALK_SECONDS):
                 self._wake_up.work_came()  # this claim left requests to other workers
             return 0
-        self._meter.num_claimed += len(claims)
+        self._meter.note_claims(claims)
         for claim in claims:
             if (earlier := self._leases.by_request(claim.request_id)) is not None:
                 self._exchange.take_answer(earlier, RowStatus.FENCED)

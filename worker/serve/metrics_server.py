@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import start_http_server
 
 from promptq.shared.errors import ConfigurationError
+from promptq.shared.protocol.claims import AFFINITY_RESULTS
 from promptq.shared.protocol.request import FinishReason
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Reading
@@ -23,6 +24,7 @@ _ENGINE_STATISTIC = {
     metrics.ACCEPTED: "accepted_tokens",
     metrics.RECOMPUTED: "recomputed_tokens",
     metrics.STATE_BYTES: "state_bytes",
+    metrics.AFFINITY_CACHED: "affinity_cached_tokens",
 }
 """Maps metrics to engine statistics. If the engine does not report one, its metric is left out."""
 _REASONS_IN_VLLM = {FinishReason.CANCELLED: "abort"}  # where vLLM's name differs
@@ -57,6 +59,11 @@ def readings(worker: Worker) -> Iterator[Reading]:
         metrics.FENCES_LOST: meter.num_fences_lost,
         metrics.PUBLISHED: meter.num_published,
     }
+    if meter.num_by_affinity:
+        gauges_and_counters[metrics.AFFINITY_CACHED] = meter.affinity_cached_tokens
+        for result in AFFINITY_RESULTS:
+            num = meter.num_by_affinity[result]
+            yield metrics.AFFINITY_CLAIMS, (*model, result), float(num)
     unreported = worker.engine.abilities.unreported
     for spec, value in gauges_and_counters.items():
         if _ENGINE_STATISTIC.get(spec) not in unreported:

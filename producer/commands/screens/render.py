@@ -119,7 +119,8 @@ def queue_table(stats: QueueStats) -> RenderableType:
     title.append(", paused" if stats.paused else "")
     table = plain_table("waiting", "delayed", "active", "dead letters")
     table.add_row(*map(number, (stats.waiting, stats.delayed, stats.active, stats.dead)))
-    return Group(title, table)  # a table breaks its title at its width
+    affinity = Text(f"affinity: {stats.affinity}\n" if stats.affinity else "", end="")
+    return Group(title, table, affinity)  # a table breaks its title at its width
 
 
 def scaling_table(scalings: Sequence[Scaling]) -> Table:

@@ -94,6 +94,13 @@ local function has_room(id)
   return rooms[id] or false
 end
 
+local function holds(holders)
+  for _, id in ipairs(holders) do
+    if id == worker then return true end
+  end
+  return false
+end
+
 -- How much of a request this worker holds: nothing (0), a prefix (1 to 4) or its session (5). The second result is
 -- whether the worker leaves the request to another one, which has room and holds more: its session or longest prefix.
 local NOBODY = {}
@@ -102,9 +109,7 @@ local function look_at(entry)
   local may_leave = not entry.is_fixed and (not entry.left_at or server.now - entry.left_at < wait_ms)
   for worth = SESSION, 1, -1 do
     local holders = lists[entry.holders[worth]] or NOBODY
-    for _, id in ipairs(holders) do
-      if id == worker then return worth, false end
-    end
+    if holds(holders) then return worth, false end
     if may_leave and worth >= entry.num_prefixes then
       for _, id in ipairs(holders) do
         if has_room(id) then return 0, true end
@@ -161,9 +166,24 @@ end
 
 local claimed, changed = {}, {} -- keys of holders, and requests that others overtook
 
--- Note that the worker takes the request that `choose` has brought to the front.
+-- The outcome of affinity for a request, as words: `held` if this worker, or `missed` if only other workers claimed its session
+-- or, without a holder of that, the longest beginning that any worker claimed; `left` if workers left the request.
+local function outcome_of(entry)
+  local words = {entry.left_at and 'left'}
+  for worth = SESSION, 1, -1 do
+    local holders = lists[entry.holders[worth]] or NOBODY
+    if #holders > 0 then
+      words[#words + 1] = holds(holders) and 'held' or 'missed'
+      break
+    end
+  end
+  return table.concat(words, ' ')
+end
+
+-- Note that the worker takes the request that `choose` has brought to the front. Returns what affinity did for it.
 function affinity.note_claim(queue)
   local entry = entries[queue.id]
+  local outcome = outcome_of(entry)
   entry.is_claimed = true
   local session = entry.holders[SESSION]
   if session then begins[session] = math.max(0, math.min(begins[session] or server.now, entry.enqueued_at)) end
@@ -177,6 +197,7 @@ function affinity.note_claim(queue)
   for _, each in ipairs(queue.overtaken) do
     each.overtaken, changed[each] = each.overtaken + 1, true
   end
+  return outcome
 end
 
 server.at_the_end(function()

@@ -35,7 +35,8 @@
 --        beside it) or '', tokens in the log, turn, tenant, weight}. Without tenants the last three are left out.
 --        `turn` is the lowest score when the claim took this request; if the claim repeats an earlier one, `turn`
 --        is the request's score. `tenant` names the queue from which the claim took the request. If an overflow
---        worker with another model has had the request, '1' follows (the three may then be empty)
+--        worker with another model has had the request, '1' follows (the three may then be empty). With affinity_ms,
+--        words follow that say what affinity did for the request (the four may then be empty)
 --       {'paused'}
 --       {'model', name, fingerprint}   the queue is served by workers of this other model
 
@@ -215,9 +216,9 @@ local function reply_of(id, fields, cost, has_log, turn, tenant)
     has_log and requests.log_events(id) or {}, fields.suspect and '1' or '',
     has_log and numbers.exact((requests.log_top(id))) or '0', turn, turn and tenant,
     turn and numbers.precise(tenants.weight_of(tenant))}
-  if fields.foreign then
+  if fields.foreign or fields.outcome then
     for at = 13, 15 do reply[at] = reply[at] or '' end
-    reply[16] = '1'
+    reply[16], reply[17] = fields.foreign and '1' or '', fields.outcome
   end
   return reply
 end
@@ -243,7 +244,7 @@ local function claim(queue, fields, cost, has_log, turn)
     claimed_ids[id] = true
   end
   running_limits.count(fair_share.is_shared and queue.tenant or fields.tenant, id)
-  if has_affinity then affinity.note_claim(queue) end
+  if has_affinity then fields.outcome = affinity.note_claim(queue) end
   is_held_here[queue.tenant] = true
   if is_foreign then
     redis.call('HSET', keys.request(id), 'foreign', 1)

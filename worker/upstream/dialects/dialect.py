@@ -29,6 +29,7 @@ _LONGEST_NAME = 4096
 _UNREPORTED = frozenset(
     {
         "accepted_tokens",
+        "affinity_cached_tokens",
         "cached_tokens",
         "drafted_tokens",
         "kv_bytes_per_token",

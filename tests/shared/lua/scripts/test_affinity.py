@@ -136,6 +136,28 @@ def test_nothing_is_left_for_a_worker_that_cannot_take_it(
     assert ids(queue.take_batch(ROOM)) == ["b"]
 
 
+def test_a_claim_says_what_affinity_did(
+    client: Any, queue: RequestQueue, other: RequestQueue
+) -> None:
+    """The session decides, or else the longest beginning that some worker claimed."""
+
+    def outcomes() -> dict[str, str]:
+        return {claim.request_id: claim.affinity for claim in queue.take_batch(ROOM)}
+
+    put_of(queue, "a", "s", ["short", "long"])
+    other.take_batch(ROOM)
+    put_of(queue, "b", "t", ["short"], tenant="them")
+    put_of(queue, "c", "t", ["short", "new"])
+    put(queue, "d")
+    put_of(queue, "e", "s", ["short"])
+    assert outcomes() == {"b": "", "c": "missed", "d": ""}
+    wait_over(client, queue, "e")
+    assert outcomes() == {"e": "left missed"}
+    put_of(queue, "f", "s", ["long"])
+    put_of(queue, "g", "u", ["short"])
+    assert outcomes() == {"f": "held", "g": "held"}
+
+
 def test_what_ran_before_is_left_to_nobody(queue: RequestQueue, other: RequestQueue) -> None:
     put_of(queue, "a", "s")
     (claim,) = other.take_batch(ROOM)
