@@ -13,7 +13,7 @@ from promptq.shared.protocol.output_style import OutputStyle
 AFFINITY_RESULTS = ("held", "missed", "left")
 """`held`: in the last two minutes, the worker claimed the request's session or, if no worker did,
 its longest claimed beginning; `missed`: only other workers did; `left`: workers first left the
-request to others."""
+request to others. Equal to the words of the script `claim`."""
 
 
 class Holding(NamedTuple):

@@ -166,8 +166,8 @@ end
 
 local claimed, changed = {}, {} -- keys of holders, and requests that others overtook
 
--- The outcome of affinity for a request, as words: `held` if this worker, or `missed` if only other workers claimed its session
--- or, without a holder of that, the longest beginning that any worker claimed; `left` if workers left the request.
+-- The outcome of affinity for a request, as words: `held` if this worker, or `missed` if only other workers claimed its
+-- session or, if nobody did, its longest claimed beginning; `left` if workers first left the request to others.
 local function outcome_of(entry)
   local words = {entry.left_at and 'left'}
   for worth = SESSION, 1, -1 do

@@ -17,9 +17,27 @@ from promptq.producer.commands.screens.terminal import SafeConsole
 from promptq.shared.errors import RequestNotFoundError
 from promptq.shared.protocol.replies import PriorityStatus
 from promptq.shared.protocol.request import RequestState
+from promptq.shared.protocol.worker_stats import WorkerStats
+from promptq.shared.queue import scripts
 from promptq.shared.queue.request_queue import new_request_id
 from tests.producer.playing import KEYS, HandWorker, Run, Start, bury
 from tests.support.model_free import text_of
+
+
+def test_stats_show_what_affinity_does_while_it_is_on(run: Run, redis_url: str) -> None:
+    counts = {"affinity_held": 1200, "affinity_missed": 3, "affinity_left": 2}
+    stats = WorkerStats(worker_id="w", affinity_cached_tokens=45_000, **counts)
+    with Client(redis_url) as client:
+        client.queue.run(scripts.heartbeat(stats, 60_000))
+        assert "affinity:" not in run("stats").stdout
+        client.queue.redis.hset(KEYS.config, "affinity_ms", 100)
+    line = (
+        "affinity: 1,200 requests claimed where their beginning was, 3 elsewhere; 2 first left to"
+        " other workers; 45,000 prompt tokens from the cache"
+    )
+    assert line in " ".join(run("stats").stdout.split())
+    shown = json.loads(run("stats", "--json").stdout)["affinity"]
+    assert shown == {"held": 1200, "missed": 3, "left": 2, "cached_tokens": 45_000}
 
 
 def test_dead_list_and_show(run: Run, redis_url: str) -> None:

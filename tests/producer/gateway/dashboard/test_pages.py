@@ -40,6 +40,9 @@ async def test_overview(
     ids = [await client.enqueue("Once", priority=it, max_tokens=3000) for it in (0, 0, -5)]
     page = await open_page()
     await expect(tile(page, "Waiting")).to_have_text("3")
+    await expect(page.get_by_text("Beginning held")).to_have_count(0)
+    await connection.hset(client.queue.keys.config, "affinity_ms", 5)
+    await expect(page.get_by_text("0 missed, 0 left first, 0 tokens cached")).to_be_visible()
     await expect(page.get_by_text("start one with promptq worker.")).to_be_visible()
     await connection.hset(client.queue.keys.model, "standby_until", 2**53)
     await expect(page.get_by_text("a worker loads it when its turn comes")).to_be_visible()
