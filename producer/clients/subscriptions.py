@@ -234,7 +234,8 @@ class Mailbox:
     async def listen(self, seconds: float, go_on: GoOn[T]) -> T:
         """Calls `go_on` with each message. Returns the first result of `go_on` that is no `Wait`.
 
-        The keeper calls `go_on`, so the listening task wakes up only at the end. `go_on` gets an
+        The task that reads the connection calls `go_on`, so the task that awaits `listen` wakes up
+        only for the result. `go_on` gets an
         error if the connection is lost, and None if no message came within `seconds`.
         """
         while self._unread:

@@ -65,8 +65,9 @@ class Runner(Protocol):
         """
 
     def collect(self, launched: Any) -> list[list[SampledToken]]:
-        """Returns the sampled tokens of each share of `batch.sampling`: one after the last known
-        token, and one after each drafted token. Sets `states` in shares that are pooled."""
+        """Returns a list of sampled tokens for each item of the launched batch's `sampling`: the
+        token after the last known token, and one after each drafted token. Sets `states` of items
+        whose sequences want embeddings."""
 
     def prompt_logprobs(self, launched: Any) -> list[PromptLogprobs]:
         """Returns log-probabilities for each share of `batch.reporting`: for each position in the

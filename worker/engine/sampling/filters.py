@@ -79,7 +79,8 @@ def thresholds(scaled: torch.Tensor, kept: Filters, scratch: torch.Tensor) -> to
 
 
 def weights_above(scaled: torch.Tensor, threshold: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Fills `out` with unnormalised probabilities [R, vocab_size], 0 below the threshold."""
+    """Returns `out`, filled with unnormalised probabilities [R, vocab_size]: 0 where a logit in
+    `scaled` is below the row's threshold."""
     torch.sub(scaled, threshold.clamp_min(_LOWEST), out=out).exp_()
     return torch.threshold_(out, _JUST_BELOW_ONE, 0.0)
 

@@ -170,7 +170,7 @@ class Continuation:
 
     With a mask, the server chooses one token. If the mask is large, the token may be outside of the
     mask. With a `grammar` (see `Grammar.source`), a server that takes grammars masks each token. If
-    the server resumes grammars, `emitted` is the beginning of the grammar's text.
+    the server can apply a grammar to the rest of an output, `emitted` is the part before that rest.
     """
 
     request: EngineRequest
