@@ -327,7 +327,8 @@ def run_world(
     """Run a world with a new server of this kind."""
     with (
         tempfile.TemporaryDirectory(prefix="world-") as folder,
-        ServerProcess(Path(folder), library, server_kind) as server,
+        # Each write to the disk costs a system call.
+        ServerProcess(Path(folder), library, server_kind, keeps_data=plan.kills_server) as server,
     ):
         world = World(plan, server, story, recorder)
         try:
