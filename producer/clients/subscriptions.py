@@ -235,8 +235,8 @@ class Mailbox:
         """Calls `go_on` with each message. Returns the first result of `go_on` that is no `Wait`.
 
         The task that reads the connection calls `go_on`, so the task that awaits `listen` wakes up
-        only for the result. `go_on` gets an
-        error if the connection is lost, and None if no message came within `seconds`.
+        only for the result. `go_on` gets an error if the connection is lost, and None if no message
+        came within `seconds`.
         """
         while self._unread:
             todo = go_on(self._unread.popleft())

@@ -63,6 +63,8 @@ _CONNECT_TIMEOUT_SECONDS = 5.0
 _ANSWER_TIMEOUT_SECONDS = 5.0
 _RETRIES = 10
 _NO_LIMIT = 2**31  # redis-py takes None as 100
+_MOST_UNSENT_BYTES = 1 << 15
+"""Unsent bytes of a connection for which a command does not wait. asyncio waits at 65,536."""
 _CREDENTIALS = re.compile(r"([a-z0-9+.-]+://)?([^:/?#@]*:)?.*@", re.IGNORECASE | re.DOTALL)
 _DATABASE = re.compile(r"/?|/\d+")
 _PASSWORD_OPTION = re.compile(r"(?<=password=)[^&]*")
@@ -154,8 +156,9 @@ def _adapted(kind: Any) -> Any:
             if connection._writer.is_closing():
                 raise ConnectionResetError("the server has closed the connection")
             connection._writer.writelines(command)
-            async with asyncio.timeout(connection.socket_timeout or None):
-                await connection._writer.drain()
+            if connection._writer.transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+                async with asyncio.timeout(connection.socket_timeout or None):
+                    await connection._writer.drain()
         except BaseException as error:
             await connection.disconnect(nowait=True)
             if isinstance(error, TimeoutError):

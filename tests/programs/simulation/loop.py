@@ -9,11 +9,11 @@ timer when no process is ready.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
+from heapq import heappop, heappush
 from typing import Any
 
 from tests.programs.simulation import clock
@@ -37,6 +37,7 @@ class Callback(asyncio.TimerHandle):
     to make such a handle."""
 
     __slots__ = ("process",)
+    _repr, _source_traceback, _scheduled = None, None, False
 
     def __init__(
         self,
@@ -46,11 +47,10 @@ class Callback(asyncio.TimerHandle):
         context: Context | None,
         when: float = 0.0,
     ) -> None:
-        self._callback, self._args, self._loop = callback, args, loop
-        self._context = copy_context() if context is None else context
-        self._cancelled, self._repr, self._source_traceback = False, None, None
-        self._when, self._scheduled = when, False
-        self.process = self._context[PROCESS]
+        if context is None:
+            context = copy_context()
+        self._callback, self._args, self._loop, self._context = callback, args, loop, context
+        self._cancelled, self._when, self.process = False, when, context[PROCESS]
 
     def cancel(self) -> None:
         self._cancelled, self._callback, self._args = True, None, None
@@ -189,7 +189,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         timer = Callback(callback, args, self, context, when)
-        self._push(timer.process.world_time(when), timer)
+        self._num_timers += 1
+        heappush(self._timers, (timer.process.world_time(when), self._num_timers, timer))
         return timer
 
     def call_later(
@@ -235,7 +236,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def at(self, when: float, process: Process, callback: Any, *args: Any) -> None:
         """Call `callback` in a process at the world's time `when`."""
-        self._push(when, Callback(callback, args, self, process.context))
+        self._num_timers += 1
+        timer = Callback(callback, args, self, process.context)
+        heappush(self._timers, (when, self._num_timers, timer))
 
     def withdraw(self, process: Process) -> None:
         if process in self._runnable:
@@ -247,15 +250,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     # ------------------------------------------------------------ the schedule
 
-    def _push(self, when: float, handle: Callback) -> None:
-        self._num_timers += 1
-        heapq.heappush(self._timers, (when, self._num_timers, handle))
-
     def _add(self, handle: Callback) -> None:
         process = handle.process
         process.ready.append(handle)
-        if len(process.ready) == 1:
-            self.offer(process)
+        if len(process.ready) == 1 and not process.num_pauses and process.is_alive:
+            self._runnable.append(process)
 
     def _run_once(self) -> None:
         """Run callbacks until one of them stops the loop."""
@@ -287,9 +286,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         while not runnable or (timers and timers[0][0] <= self.now):
             if not timers:
                 raise StandstillError("no process has a callback or a timer")
-            when, _, handle = heapq.heappop(timers)
+            when, _, handle = heappop(timers)
             if not handle._cancelled:
-                self.now = max(self.now, when)
+                if when > self.now:
+                    self.now = when
                 self._add(handle)
 
     def _let_wait(self, process: Process) -> None:

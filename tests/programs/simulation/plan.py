@@ -158,6 +158,10 @@ class Plan:
         )
 
     @property
+    def kills_server(self) -> bool:
+        return any(fault.kind in (Fault.RESTART, Fault.OUTAGE) for fault in self.faults)
+
+    @property
     def config(self) -> dict[str, int]:
         """The settings of the queue."""
         names = "aging_ms", "affinity_ms", "shortest_first_ms", "log_ttl_ms"

@@ -50,8 +50,7 @@ _READ_AT_ONCE = 15_000
 _PAGE = 1 << 16
 _SETTINGS = (
     *("--port", "0", "--unixsocket", "socket", "--enable-debug-command", "yes"),
-    *("--save", "", "--appendonly", "yes", "--appendfsync", "no"),
-    *("--auto-aof-rewrite-percentage", "0"),
+    *("--save", "", "--appendfsync", "no", "--auto-aof-rewrite-percentage", "0"),
     *("--hz", "1", "--dynamic-hz", "no", "--activerehashing", "no"),
 )
 
@@ -63,16 +62,19 @@ def compile_library(folder: Path) -> Path:
 
 
 class ServerProcess:
-    """The server of one world, in an empty folder. The server's data remains when the server is
-    killed.
+    """The server of one world, in an empty folder. With `keeps_data`, the server's data remains when
+    the server is killed.
 
     `kind` is one of `PROGRAMS`, or empty for the program that tests prefer.
     """
 
-    def __init__(self, folder: Path, library: Path, kind: str = "") -> None:
+    def __init__(
+        self, folder: Path, library: Path, kind: str = "", *, keeps_data: bool = True
+    ) -> None:
         self.path = folder / "socket"
         self.folder = folder
-        self._program = server_program(kind)
+        append_only = "yes" if keeps_data else "no"
+        self._command = [server_program(kind), *_SETTINGS, "--appendonly", append_only]
         self._environment = {
             "LD_PRELOAD": str(library),
             "SIMULATION_CLOCK": str(folder / "clock"),
@@ -88,10 +90,9 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the server, and wait until it answers."""
-        command = [self._program, *_SETTINGS]
         with (self.folder / "errors").open("ab") as errors:
             self._process = start(
-                *command,
+                *self._command,
                 cwd=self.folder,
                 env=self._environment,
                 stdout=subprocess.DEVNULL,

@@ -8,12 +8,15 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.programs.simulation.mutants import QUICK
+from tests.programs.simulation.plan import Fault, Plan, PlannedFault
+from tests.programs.simulation.server import ServerProcess, compile_library
 from tests.programs.simulation.shrinking import read_plan
 from tests.support.processes import run
 
@@ -164,3 +167,15 @@ def test_fleets_that_prefer_what_they_hold_compute_less() -> None:
     for load in ("20 documents", "conversations"):
         assert 1 <= computed[load, "500"] < computed[load, "0"]
     assert computed["nothing shared", "500"] == computed["nothing shared", "0"] == 1
+
+
+@pytest.mark.parametrize("kind", [Fault.RESTART, Fault.OUTAGE, Fault.DISK_FULL])
+def test_only_a_server_that_a_fault_kills_writes_its_data(kind: Fault, tmp_path: Path) -> None:
+    plan = replace(Plan.of(1), faults=(PlannedFault(1.0, kind, 0.0, 1.0),))
+    library = compile_library(tmp_path)
+    with ServerProcess(tmp_path, library, keeps_data=plan.kills_server) as server:
+        assert server.ask(("SET", "key", "value")) == [b"OK"]
+        server.kill()
+        server.start()
+        [kept] = server.ask(("GET", "key"))
+    assert (kept == b"value") == (kind is not Fault.DISK_FULL)

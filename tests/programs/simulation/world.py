@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from unittest.mock import patch
 
 import redis
+import redis.asyncio
 import redis.utils
 
 from promptq.shared.protocol.keys import Keys
@@ -69,6 +70,15 @@ _MOST_CLOSINGS = 5  # each ends one more `finally` that waits
 
 # redis-py reads its metadata from the disk for each connection.
 redis.utils.get_lib_version = cache(redis.utils.get_lib_version)
+
+
+async def _record_nothing(*_args: Any, **_options: Any) -> None:
+    """Replaces functions of redis-py that find out for each command that telemetry is off."""
+
+
+for _module in (redis.asyncio.client, redis.asyncio.connection):
+    for _name in [name for name in vars(_module) if name.startswith("record_")]:
+        setattr(_module, _name, _record_nothing)
 
 
 @dataclass
@@ -328,7 +338,8 @@ def run_world(
     log of all events, and `recorder` gets all commands."""
     with (
         tempfile.TemporaryDirectory(prefix="world-") as folder,
-        ServerProcess(Path(folder), library, server_kind) as server,
+        # Each write to the disk costs a system call.
+        ServerProcess(Path(folder), library, server_kind, keeps_data=plan.kills_server) as server,
     ):
         world = World(plan, server, story, recorder)
         try:

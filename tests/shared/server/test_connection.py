@@ -309,6 +309,23 @@ async def test_a_command_makes_no_task(redis_url: str) -> None:
     await client.aclose()
 
 
+async def test_a_small_command_sets_a_timer_only_for_its_answer(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await open_async_redis(redis_url)
+    loop, timers = asyncio.get_running_loop(), []
+    call_at = loop.call_at
+
+    def set_timer(when: float, callback: Any, *args: Any, **options: Any) -> asyncio.TimerHandle:
+        timers.append(callback)
+        return call_at(when, callback, *args, **options)
+
+    monkeypatch.setattr(loop, "call_at", set_timer)
+    assert await client.ping()
+    assert len(timers) == 1
+    await client.aclose()
+
+
 async def test_a_server_that_reads_nothing_is_left(redis_url: str) -> None:
     network = Network(redis.connection.parse_url(redis_url)["port"])
     client = await open_async_redis(f"{network.url}?socket_timeout=0.1")
