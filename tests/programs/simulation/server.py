@@ -62,8 +62,8 @@ def compile_library(folder: Path) -> Path:
 
 
 class ServerProcess:
-    """The server of one world, in an empty folder. With `keeps_data`, the server's data remains when
-    the server is killed.
+    """The server of one world, in an empty folder. With `keeps_data`, the server's data remains
+    when the server is killed.
 
     `kind` is one of `PROGRAMS`, or empty for the program that tests prefer.
     """
