@@ -62,6 +62,8 @@ from tests.programs.simulation.watch import (
 from tests.programs.traces.recorder import Recorder
 
 _AGAIN_SECONDS = 0.5
+_REQUESTS_A_SECOND = 20
+"""The least number of requests that a worker of any size serves in a second."""
 _DRAIN_SECONDS = 2.0
 """Seconds within which a worker without requests ends."""
 _OF_JOBS = ("upkeep", "statistics", "statistics:minutes")
@@ -212,7 +214,8 @@ class World:
     async def _wait_for_clients(self) -> None:
         over = [work.all_over.wait() for work in self._fleet.work]
         over_http = [place.until_over() for place in self._fleet.http_clients]
-        if not await _all_end([*over, *over_http], PATIENCE_SECONDS):
+        work_seconds = self.plan.num_requests / (_REQUESTS_A_SECOND * self.plan.num_workers)
+        if not await _all_end([*over, *over_http], PATIENCE_SECONDS + work_seconds):
             self._violate("no end", self._where_everybody_waits())
 
     async def _let_all_idle(self) -> None:
