@@ -5,9 +5,9 @@ seeds. Outputs are heavy-tailed, and the queue does not know them: a stop string
 below its `max_tokens`. Of its expected length, a part is the truth (the predictability), and the
 rest is the length of some other output.
 
-With `--learned`, the clients guess as the gateway does, and words of the prompts decide a part of
-the outputs' logarithms (the predictability; the rest is chance). Each row ends with the correlation
-of the guesses after the first 200 requests with the outputs.
+With `--learned`, the clients guess as a gateway does that has learned from 200 earlier outputs.
+Words of the prompts decide a part of the outputs' logarithms (the predictability; the rest is
+chance). Each row ends with the correlation of guesses and outputs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if __name__ == "__main__":
 
 import redis
 
-from promptq.producer.calls.output_lengths import OutputLengths
+from promptq.producer.calls.output_lengths import OutputLengths, _Model, features_of
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.protocol.keys import Keys
-from promptq.shared.protocol.request import NewRequest
+from promptq.shared.protocol.request import NewRequest, Request
 from promptq.shared.queue.call import carry_out_async
 from promptq.shared.settings.worker import WorkerSettings
 from tests.programs.chaos.audit.outcome import take_snapshot
@@ -68,7 +68,7 @@ _NUM_WORDS = 12
 quantiles."""
 _NUM_OTHER_WORDS, _NUM_OTHERS = 300, 6
 _LEARN_SECONDS = 1.0
-_NUM_UNJUDGED = 200
+_NUM_EARLIER = 200
 
 Latencies = Sequence[tuple[int, float]]
 """For each request, the tokens of its output, and the seconds from its arrival to its end."""
@@ -101,9 +101,14 @@ def _prompt(rng: random.Random, predictability: float) -> tuple[str, int]:
 
 
 @contextmanager
-def _guessing(guesses: dict[str, int]) -> Iterator[None]:
+def _guessing(seed: int, predictability: float, guesses: dict[str, int]) -> Iterator[None]:
     """Lets clients guess as gateways do, and records their guesses."""
     lengths, learned_at = OutputLengths(), 0.0
+    lengths._models[""] = model = _Model()
+    rng = random.Random(f"{seed} earlier")
+    for _ in range(_NUM_EARLIER):
+        prompt, length = _prompt(rng, predictability)
+        model.learn(features_of(Request(prompt=prompt, max_tokens=2 * _LONGEST)), length)
     enqueue = AsyncClient.enqueue_composed
 
     async def enqueue_composed(client: AsyncClient, new: list[NewRequest]) -> list[str]:
@@ -178,7 +183,7 @@ def _run(
     with (
         tempfile.TemporaryDirectory(prefix="lengths-") as folder,
         ServerProcess(Path(folder), library) as server,
-        _guessing(guesses) if is_learned else nullcontext(),
+        _guessing(seed, predictability, guesses) if is_learned else nullcontext(),
     ):
         judged = LengthsWorld(plan, server, predictability, is_learned)
         try:
@@ -190,8 +195,7 @@ def _run(
                 for name, guess in guesses.items()
                 if name in judged.lengths
             ]
-            judging = [*zip(*pairs[_NUM_UNJUDGED:], strict=True)]
-            correlation = statistics.correlation(*judging) if judging else math.nan
+            correlation = statistics.correlation(*zip(*pairs, strict=True)) if pairs else math.nan
             return Judged(judged.latencies(), correlation)
         finally:
             judged.close()
