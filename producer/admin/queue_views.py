@@ -17,6 +17,7 @@ from promptq.shared.queue.call import Call, Operation
 
 _REPORTED = ("model", "tool_call_style")
 _OF_MODEL = (*_REPORTED, "fingerprint")
+_CONFIGURED = (*_REPORTED, "paused", "shortest_first_ms")
 MOST_QUEUES = 256
 """The most queues of a server that are read. A longer list must be a mistake or an attack."""
 _LONGEST_NAME = 200
@@ -37,6 +38,8 @@ class QueueView:
     """Number of requests that workers hold."""
     num_delayed: int
     is_paused: bool
+    is_shortest_first: bool
+    """Whether the expected outputs of requests change their order."""
     has_standby: bool
     """Whether a worker that loads several models in turns also serves this queue."""
     max_model_len: int | None
@@ -75,7 +78,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
     """Reads the current state of the queue."""
     (*current, standby_until), earlier, now_ms, waiting, active, delayed = yield [
         Call("", ["HMGET", keys.model, *_REPORTED, "standby_until"], list, lambda: [None] * 3),
-        Call("", ["HMGET", keys.config, *_REPORTED, "paused"], list, lambda: [None] * 3),
+        Call("", ["HMGET", keys.config, *_CONFIGURED], list, lambda: [None] * 4),
         lookups.server_time_ms(),
         lookups.count(keys),
         Call("", ["ZCARD", keys.leases], int, lambda: 0),
@@ -90,7 +93,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
         ]
     abilities = [(whole(length), _fields(refused)) for length, refused in filter(None, abilities)]
     # Workers of earlier releases write the model into `config`.
-    *earlier, paused = earlier
+    *earlier, paused, shortest_first_ms = earlier
     model, style = current if current[0] is not None else earlier
     lists = [refused for _, refused in abilities]
     return QueueView(
@@ -102,6 +105,7 @@ def queue_view(keys: Keys, /) -> Operation[QueueView]:
         num_active=active,
         num_delayed=delayed,
         is_paused=paused == b"1",
+        is_shortest_first=bool(whole(shortest_first_ms)),
         has_standby=lookups.is_later(standby_until, now_ms),
         max_model_len=min((length for length, _ in abilities if length), default=None),
         refused=tuple(sorted(frozenset.intersection(*lists) if lists else ())),

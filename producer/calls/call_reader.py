@@ -26,6 +26,7 @@ from promptq.producer.calls.call_to_payloads import Prepared, prepare
 from promptq.producer.calls.caller import Caller
 from promptq.producer.calls.completion import shown_fields
 from promptq.producer.calls.errors import ApiError
+from promptq.producer.calls.output_lengths import features_of
 from promptq.producer.calls.picture_urls import PicturesNeededError
 from promptq.producer.calls.rate_costs import account_of
 from promptq.shared.errors import InvalidRequestError
@@ -297,6 +298,7 @@ def answer(
         "pictures": [*pictures],
         "call": asdict(prepared.call),
         "new": new,
+        "features": [features_of(item.request) for item in prepared.new],
         "rates": [asdict(rate) for rate in prepared.rates],
         "id": prepared.completion_id,
     }
@@ -338,7 +340,8 @@ def _prepared_of(
     if "extra" in reply:
         assert reader.unpack is not None
         extra = reader.unpack(reply["extra"], [*rest])
-    return Prepared(CompletionCall(**reply["call"]), new, rates, reply["id"], extra)
+    call = CompletionCall(**reply["call"])
+    return Prepared(call, new, rates, reply["id"], extra, reply["features"])
 
 
 def _partial_request(fields: dict[str, Any]) -> PayloadRequest:

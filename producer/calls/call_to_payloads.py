@@ -13,6 +13,7 @@ from promptq.producer.admin.queue_views import QueueView
 from promptq.producer.calls.call import CompletionCall, Extra
 from promptq.producer.calls.caller import Caller, check_priority, check_tenant
 from promptq.producer.calls.errors import in_api_names, unknown_completion
+from promptq.producer.calls.output_lengths import Features
 from promptq.producer.calls.picture_urls import with_pictures
 from promptq.producer.calls.queues import ServedQueue, ServedQueues
 from promptq.producer.calls.rate_costs import account_of, rates_of
@@ -28,7 +29,8 @@ class Prepared:
     """A call whose payloads are ready: the requests to enqueue (`new`), and their cost in each of
     the caller's rate limits (`rates`).
 
-    `call` has only the fields that its answer needs.
+    `call` has only the fields that its answer needs. `features` has the features of each request if
+    another process has read the call, because then the requests have no prompts here.
     """
 
     call: CompletionCall
@@ -36,6 +38,7 @@ class Prepared:
     rates: list[Rate]
     completion_id: str
     extra: Extra | None = None
+    features: Sequence[Features] = ()
 
     @property
     def num_bytes(self) -> int:

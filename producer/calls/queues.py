@@ -12,9 +12,11 @@ from redis.exceptions import ConnectionError, RedisError, ResponseError, Timeout
 
 from promptq.producer.admin.queue_views import MOST_QUEUES, QueueView, not_served, queue_view
 from promptq.producer.calls.errors import ApiError, unknown_completion
+from promptq.producer.calls.output_lengths import Features, OutputLengths
 from promptq.producer.clients.async_client import AsyncClient
 from promptq.shared.errors import ModelNotServedError, SpoiltRecordError
 from promptq.shared.protocol.keys import ALIASES, ALL_QUEUES, QUEUES, Keys
+from promptq.shared.protocol.request import NewRequest
 from promptq.shared.queue import lookups
 from promptq.shared.queue.call import Call, carry_out_async
 
@@ -37,6 +39,8 @@ class ServedQueue:
         self.name = client.queue.keys.queue
         self.num_sent = 0
         """Number of requests that were sent to the queue since its state was read."""
+        self._lengths: OutputLengths | None = None
+        """None unless the queue orders requests by their expected output."""
         self._view: QueueView | None = None
         self._viewed_at = float("-inf")
         self._viewing = asyncio.Lock()
@@ -53,7 +57,17 @@ class ServedQueue:
                 self._view = await carry_out_async(queue_view(self.queue.keys), self.queue.run)
                 self._viewed_at = time.monotonic()
                 self.num_sent = 0
+                await self._learn_lengths(self._view)
             return self._view
+
+    async def _learn_lengths(self, view: QueueView) -> None:
+        self._lengths = (self._lengths or OutputLengths()) if view.is_shortest_first else None
+        if self._lengths is not None:
+            await carry_out_async(self._lengths.learn(self.queue.keys), self.queue.run)
+
+    def with_guesses(self, new: list[NewRequest], features: Sequence[Features]) -> list[NewRequest]:
+        """Returns the requests, with guesses of their outputs if these decide their order."""
+        return new if self._lengths is None else self._lengths.with_guesses(new, features)
 
     async def has(self, key: str) -> bool:
         """Returns whether a Redis key of the queue exists. Raises redis.RedisError."""

@@ -88,7 +88,9 @@ class IncomingCall:
         """
         rates = await self._take_rest(served)
         served.num_sent += len(self.prepared.new)
-        request_ids = await served.client.enqueue_composed(self.prepared.new)
+        request_ids = await served.client.enqueue_composed(
+            served.with_guesses(self.prepared.new, self.prepared.features)
+        )
         self.prepared.new.clear()
         if self.hold is not None:
             self.hold.release()
