@@ -35,9 +35,9 @@ class PaddedModel(GraphedModel):
     """Runs steps that are padded to one size, on fixed buffers. On a GPU, each kind of step is a
     graph."""
 
-    def _prepare(self, kinds: list[StepKind], device: torch.device) -> None:
-        if device.type == "cuda":
-            super()._prepare(kinds, device)
+    def _prepare(self, kinds: list[StepKind]) -> None:
+        if torch.cuda.is_available():
+            super()._prepare(kinds)
             return
         for kind in kinds:
             self._runs[kind] = partial(self._run_plain, self._buffers.step(kind))

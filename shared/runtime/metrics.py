@@ -170,10 +170,6 @@ WORK = Spec("gauge", "queue_work_seconds", "Time that one worker would need for 
             " and the running requests; missing until that was measured.", ("queue", "state"))
 OLDEST = Spec("gauge", "queue_oldest_seconds", "How long the oldest request has waited.",
               ("queue",))
-QUEUE_AFFINITY = Spec("gauge", "queue_affinity_claims", "The live workers' affinity_claims;"
-                      " missing while affinity_ms is off.", ("queue", "result"))
-QUEUE_AFFINITY_CACHED = Spec("gauge", "queue_affinity_cached_tokens", "The live workers'"
-                             " affinity_cached_tokens.", ("queue",))
 AT_RISK = Spec("gauge", "queue_deadlines_at_risk", "Requests that would miss their deadlines with"
                " the present workers.", ("queue",))
 HTTP_REQUESTS = Spec("counter", "http_requests", "HTTP requests that were answered.",

@@ -11,7 +11,7 @@ def test_the_table_has_each_script_at_each_depth() -> None:
     assert line == "| --- | ---: | ---: |"
     cells = [row.strip("| ").split(" | ") for row in rows]
     assert [script.split(" of ")[0] for script, *_ in cells] == [
-        *("enqueue", "claim", "publish", "finish", "place", "quote", "priorities"),
+        *("enqueue", "claim", "publish", "publish", "place", "quote", "priorities"),
         *("statistics", "sweep", "reap", "heartbeat", "has_work"),
     ]
     assert all(int(cell.replace(",", "")) >= 0 for _, *numbers in cells for cell in numbers)

@@ -17,7 +17,6 @@ from promptq.producer.calls.queues import ServedQueue
 from promptq.producer.clients.connecting import explained
 from promptq.producer.http.state import Gateway, ThisGateway
 from promptq.shared.errors import RedisSideError, SpoiltRecordError
-from promptq.shared.protocol.claims import AFFINITY_RESULTS
 from promptq.shared.runtime import metrics
 from promptq.shared.runtime.metrics import Reading
 
@@ -102,11 +101,6 @@ def _of_queue(queue: str, overview: Overview | None) -> Iterator[Reading]:
     yield metrics.QUEUE_PAUSED, (queue,), float(overview.paused)
     yield metrics.SERVER_EVICTS, (queue,), float(bool(overview.server_warning))
     yield metrics.WORKERS, (queue,), float(len(overview.workers))
-    if (affinity := overview.affinity) is not None:
-        for result in AFFINITY_RESULTS:
-            yield metrics.QUEUE_AFFINITY, (queue, result), float(getattr(affinity, result))
-        if affinity.cached_tokens is not None:
-            yield metrics.QUEUE_AFFINITY_CACHED, (queue,), float(affinity.cached_tokens)
     scaling = overview.scaling
     yield metrics.DESIRED_WORKERS, (queue,), float(scaling.desired)
     work = {"waiting": scaling.waiting_seconds, "running": scaling.running_seconds}

@@ -18,8 +18,6 @@ from promptq import AsyncClient
 from promptq.producer.gateway.app import create_app
 from promptq.producer.gateway.monitoring import metrics as metrics_route
 from promptq.producer.settings.gateway import GatewaySettings
-from promptq.shared.protocol.worker_stats import WorkerStats
-from promptq.shared.queue import scripts
 from promptq.shared.runtime import metrics
 from tests.producer.playing import bury
 from tests.support.model_free import running_worker, served_model_free
@@ -94,22 +92,6 @@ async def test_shows_running_requests_dead_letters_and_a_pause(redis_url: str) -
     for spec, while_busy, while_paused in told:
         assert values(busy, spec) == {("default",): while_busy}
         assert values(paused, spec) == {("default",): while_paused}
-
-
-async def test_reports_what_affinity_does_while_it_is_on(redis_url: str) -> None:
-    app = create_app(GatewaySettings(redis_url=redis_url))
-    counts = {"affinity_held": 7, "affinity_missed": 2, "affinity_cached_tokens": 500}
-    async with client_of(app) as client, AsyncClient(redis_url) as queue:
-        for worker_id, untold in (("one", ""), ("two", "affinity_cached_tokens")):
-            stats = WorkerStats(worker_id=worker_id, untold=untold, **counts)
-            await queue.queue.run(scripts.heartbeat(stats, 60_000))
-        off = await scrape(client)
-        await queue.queue.redis.hset(queue.queue.keys.config, "affinity_ms", 5)
-        on = await scrape(client)
-    assert not [name for name in off if "affinity" in name]
-    results = {("default", "held"): 14, ("default", "missed"): 4, ("default", "left"): 0}
-    assert values(on, metrics.QUEUE_AFFINITY) == results
-    assert values(on, metrics.QUEUE_AFFINITY_CACHED) == {("default",): 500}
 
 
 async def test_calls_at_once_share_what_is_read(
