@@ -12,9 +12,11 @@ from typing import Any
 
 import httpx2
 import pytest
+import redis
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from promptq import Client
+from promptq.shared.protocol.keys import Keys
 from tests.producer.playing import Start
 from tests.support.paths import expressions
 from tests.support.processes import running
@@ -85,8 +87,10 @@ def test_prometheus_scrapes_what_the_board_shows(
         httpx2.Client(base_url=address, timeout=None) as watcher,
         httpx2.Client(base_url=api, timeout=None) as http,
         Client(as_role("producer", redis_url)) as backlog,
+        redis.Redis.from_url(as_role("operator", redis_url)) as operator,
     ):
-        prompt = {"prompt": "Once upon a time", "max_tokens": 20, "priority": 3}
+        operator.hset(Keys("default").config, "affinity_ms", 10)
+        prompt = {"prompt": "Once upon a time", "max_tokens": 20, "priority": 3, "session": "one"}
         without = asked
         while without:
             if backlog.stats().waiting < 100:

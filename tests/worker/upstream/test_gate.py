@@ -253,6 +253,7 @@ async def test_several_workers_share_a_server_without_upstream_share(
             running = [worker.engine.stats.num_running for worker in both]
             return min(running) > 0 and sum(running) <= SLOTS and not server.told()["waiting"]
 
+        await async_until(lambda: server.told()["waited"])  # until then both only add streams
         await async_until(fit)
         counts = [worker.engine.stats.num_processed for worker in both]
         before = server.told()
