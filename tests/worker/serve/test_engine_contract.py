@@ -24,7 +24,6 @@ from promptq.worker.upstream.dialects.llama_cpp import LlamaCppDialect
 from promptq.worker.upstream.dialects.sglang import SglangDialect
 from promptq.worker.upstream.dialects.vllm import VllmDialect
 from promptq.worker.upstream.forwarding_engine import ForwardingEngine
-from promptq.worker.upstream.gate import Gate
 from tests.programs.engines.real_servers import NAMES, real_server
 from tests.programs.stand_in_server.starting import DESCRIPTION, stand_in_server
 from tests.support.model_free import build_model_free_engine
@@ -64,9 +63,7 @@ def forwarding(url: str, dialect: str, vocab_size: int) -> EnginePort:
         vocab_size=vocab_size,
     )
     stand_in = STAND_INS[dialect](is_exact=True)
-    engine = ForwardingEngine(url, None, stand_in, limits, DESCRIPTION, PATIENCE)
-    engine._gate = Gate(SLOTS, SLOTS)  # as at a server without other clients
-    return engine
+    return ForwardingEngine(url, None, stand_in, limits, DESCRIPTION, PATIENCE)
 
 
 ENGINES: dict[str, Callable[[Path], EnginePort]] = {"model-free": model_free, "native": native}
