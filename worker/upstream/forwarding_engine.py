@@ -98,8 +98,7 @@ class ForwardingEngine:
         self._running: dict[int, ForwardedSequence] = {}  # by slot, until its connection is closed
         self._successors: dict[int, ForwardedSequence] = {}  # by the slot that was freed for it
         self._outbox = Outbox()
-        # A server that the worker has started has no other clients.
-        self._gate = Gate(limits.max_num_seqs, 1 if process is None else limits.max_num_seqs)
+        self._gate = Gate(limits.max_num_seqs)
         self._recovery = ServerRecovery(dialect, description.model, limits.max_model_len, process)
         self._tasks: set[asyncio.Task[None]] = set()
         self._totals = EngineStats(num_blocks=limits.kv_tokens // limits.block_size)

@@ -18,8 +18,6 @@ from promptq.worker.upstream.forwarded_sequence import ForwardedSequence
 from promptq.worker.upstream.server_load import ServerLoad, read_load
 
 _INTERVAL_SECONDS = 1.0
-_FIRST_SECONDS = 0.25
-"""The interval while the limit rises for the first time."""
 _STEPS = 16
 """The limit rises to all slots in this number of intervals."""
 _FULL_SHARE = 0.9
@@ -41,19 +39,16 @@ class Gate:
     worker has all slots, however many prompts wait to be computed.
     """
 
-    def __init__(self, num_slots: int, first_limit: int = 1) -> None:
-        """Begins with `first_limit`. Until the limit reaches `num_slots`, the largest number of
-        streams, it doubles in each interval in which it is used and the server has no other
-        clients. So a first burst delays other clients by few prompts."""
+    def __init__(self, num_slots: int) -> None:
+        """Begins with a limit of `num_slots`, the largest number of streams."""
         self.is_load_reported = True
         """False once the server has refused to report its load. Set it to True after a recovery."""
         self._num_slots = num_slots
-        self._most = float(first_limit)
-        self._is_first_rise = first_limit < num_slots
+        self._most = float(num_slots)
         self._room = math.inf  # for streams of all clients
         self._seconds_since_wait = 0.0
         self._num_others = 0.0  # streams of other clients
-        self._reason = "the room for further streams is unknown"
+        self._reason = ""
 
     @property
     def limit(self) -> int:
@@ -75,14 +70,13 @@ class Gate:
         streams: Callable[[], Collection[ForwardedSequence]],
         heed: Callable[[], None],
     ) -> None:
-        """Read the server's load about once a second, set the limit, and call `heed`.
+        """Read the server's load once a second, set the limit, and call `heed`.
 
         `streams` returns the worker's open streams. This method never returns.
         """
         num_before = 0
         while True:
-            rises = self._is_first_rise and streams()
-            await asyncio.sleep(_FIRST_SECONDS if rises else _INTERVAL_SECONDS)
+            await asyncio.sleep(_INTERVAL_SECONDS)
             before = [*streams()]
             silent = sum(stream.timing.first_token_at is None for stream in before)
             load = None  # unknown after a fault, which the streams notice too
@@ -122,23 +116,14 @@ class Gate:
             self._seconds_since_wait += _INTERVAL_SECONDS
             has_forgotten = self._seconds_since_wait > _FORGET_SECONDS
             self._room = math.inf if has_forgotten else max(self._room, kept)
-        pressure = 1 / _KEPT_UNDER_PRESSURE if is_full else 0.0
-        self._set_limit(num_streams, reason, pressure, is_used=2 * own > self._most)
+        self._set_limit(num_streams, reason, 1 / _KEPT_UNDER_PRESSURE if is_full else 0.0)
 
-    def _set_limit(
-        self, num_streams: int, reason: str, pressure: float = 0.0, *, is_used: bool = False
-    ) -> None:
-        """Lower the limit to `num_streams / pressure` if pressure exceeds 1; otherwise raise it.
-        The first rise needs a limit that `is_used`."""
+    def _set_limit(self, num_streams: int, reason: str, pressure: float = 0.0) -> None:
+        """Lower the limit to `num_streams / pressure` if pressure exceeds 1; otherwise raise it."""
         pressure = max(pressure, (num_streams + self._num_others) / self._room)
-        if reason or not self._is_first_rise:
-            self._reason = reason or "the server was full lately"
+        self._reason = reason or "the server was full lately"
         if pressure > 1:
             self._most = min(self._most, num_streams / pressure)
-            self._is_first_rise = False
-        elif is_used or not self._is_first_rise:
-            step = max(1.0, self._num_slots / _STEPS)
-            if self._is_first_rise:
-                step = min(step, self._most) if self._num_others else self._most
-            self._most = min(self._num_slots, self._most + step, self._room - self._num_others)
-            self._is_first_rise = self._is_first_rise and self.is_lowered
+        else:
+            raised = self._most + max(1.0, self._num_slots / _STEPS)
+            self._most = min(self._num_slots, raised, self._room - self._num_others)

@@ -42,7 +42,6 @@ SLOWLY = ("--max-num-seqs", str(SLOTS), "--token-seconds", "0.005")
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate reads the load more often, so that tests are short."""
     monkeypatch.setattr(gate, "_INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(gate, "_FIRST_SECONDS", 0.05)
 
 
 @pytest.fixture(params=["vllm", "llama.cpp", "sglang"])
@@ -153,24 +152,6 @@ async def test_a_worker_uses_all_slots_again_when_no_other_client_has_waited_for
 
 
 @pytest.mark.matrix(1)
-async def test_the_first_request_of_another_client_waits_behind_one_request_of_the_queue(
-    redis_url: str,
-    queue: AsyncRequestQueue,
-    stand_in: tuple[str, StandIn],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Until the worker has read the server's load."""
-    name, server = stand_in
-    monkeypatch.setattr(gate, "_INTERVAL_SECONDS", 1e6)
-    monkeypatch.setattr(gate, "_FIRST_SECONDS", 1e6)
-    async with endless_queue(queue), sharing(redis_url, name, server.url):
-        await async_until(lambda: server.told()["started"] > 3)
-        await call(name, server.url, 5)
-    assert server.told()["most_running"] <= 2
-    assert server.told()["waited"] == 0
-
-
-@pytest.mark.matrix(1)
 async def test_a_worker_alone_never_holds_back(
     redis_url: str, queue: AsyncRequestQueue, stand_in: tuple[str, StandIn]
 ) -> None:
@@ -178,8 +159,6 @@ async def test_a_worker_alone_never_holds_back(
     name, server = stand_in
     async with sharing(redis_url, name, server.url, 3 * SLOTS) as worker:
         wanted = [await put_some(queue, 40, number) for number in (3, 30, 1, 17)]
-        await async_until(lambda: not worker.heartbeat.stats().holds_back)  # the first rise
-        wanted.append(await put_some(queue, 40, 10))
         seen = set[str]()
         while await queue.run(lookups.count(queue.keys)) or worker.leases.num_running:
             seen.add(worker.heartbeat.stats().holds_back)
@@ -215,10 +194,9 @@ async def test_a_full_kv_cache_closes_the_gate_until_there_is_room(
         async with sharing(redis_url, "vllm", server.url) as worker:
             async with callers(1, "vllm", server.url, 4000, 850):
                 await async_until(
-                    lambda: worker.heartbeat.stats().holds_back.endswith(
-                        "% full: at most 1 streams"
-                    )
+                    lambda: worker.heartbeat.stats().holds_back.endswith("at most 1 streams")
                 )
+                assert "% full" in worker.heartbeat.stats().holds_back
                 await assert_whole_texts(queue, await put_some(queue, 6, 10))
                 # The other client, one probe, and one more after a report older than the probe.
                 assert server.told()["most_running"] in (2, 3)
@@ -312,44 +290,6 @@ async def test_an_engine_starts_no_more_streams_than_the_gate_allows(
         assert engine.stats.num_running == 2
 
 
-class TestFirstRise:
-    """A worker begins with one stream."""
-
-    @staticmethod
-    async def limits(others: list[int], most_used: int = 64) -> list[int]:
-        """Returns the limits after successive readings, in which the server runs so many `others`.
-        The worker uses at most `most_used` streams."""
-        of_worker = [ForwardedSequence(request(number, 9), []) for number in range(most_used)]
-        the_gate, found, is_over = gate.Gate(64), list[int](), asyncio.Event()
-
-        def running() -> list[ForwardedSequence]:
-            return of_worker[: the_gate.limit]
-
-        def metrics() -> str:
-            return f"vllm:num_requests_running {others[len(found)] + len(running())}\n"
-
-        def heed() -> None:
-            found.append(the_gate.limit)
-            if len(found) == len(others):
-                is_over.set()
-
-        async with TestLoad.server(metrics=metrics) as server:
-            watching = asyncio.create_task(the_gate.watch(server, running, heed))
-            await is_over.wait()
-            watching.cancel()
-        return found
-
-    async def test_alone_it_doubles_its_streams(self) -> None:
-        assert await self.limits([0] * 7) == [2, 4, 8, 16, 32, 64, 64]
-
-    async def test_beside_other_clients_it_adds_few(self) -> None:
-        assert await self.limits([0, 0, 1, 1, 9]) == [2, 4, 8, 12, 16]
-
-    async def test_it_adds_no_streams_that_it_would_not_use(self) -> None:
-        assert await self.limits([0] * 6, most_used=3) == [2, 4, 8, 8, 8, 8]
-        assert await self.limits([0] * 3, most_used=0) == [1, 1, 1]
-
-
 class TestFall:
     """Each fall keeps the same part of a worker's streams, so large workers give up more."""
 
@@ -360,7 +300,7 @@ class TestFall:
         of_worker = [ForwardedSequence(request(number, 9), []) for number in range(streams)]
         for each in of_worker:
             each.timing.first_token_at = 0.0
-        the_gate, found, is_over = gate.Gate(streams, streams), list[int](), asyncio.Event()
+        the_gate, found, is_over = gate.Gate(streams), list[int](), asyncio.Event()
 
         def running() -> list[ForwardedSequence]:
             return of_worker[: the_gate.limit]
@@ -401,7 +341,7 @@ class TestFall:
         assert limits[-1] == 1
 
     def test_each_refusal_keeps_three_quarters(self) -> None:
-        the_gate, limits = gate.Gate(64, 64), [64]
+        the_gate, limits = gate.Gate(64), [64]
         for _ in range(20):
             the_gate.overloaded(the_gate.limit)
             limits.append(the_gate.limit)
