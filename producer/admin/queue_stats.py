@@ -80,7 +80,7 @@ def queue_option(queue: str) -> str:
 
 def stats(keys: Keys, /) -> Operation[QueueStats]:
     """Reads statistics of the queue and its workers."""
-    (model, standby_until), settings, *numbers, server_warning = yield [
+    (model, standby_until), (earlier_model, paused, affinity_ms), *numbers, server_warning = yield [
         Call("", ["HMGET", keys.model, "model", "standby_until"], list, lambda: [None] * 2),
         Call(
             "", ["HMGET", keys.config, "model", "paused", "affinity_ms"], list, lambda: [None] * 3
@@ -90,7 +90,6 @@ def stats(keys: Keys, /) -> Operation[QueueStats]:
         lookups.server_time_ms(),
         maxmemory_warning(),
     ]
-    earlier_model, paused, affinity_ms = settings
     waiting, delayed, active, dead, now_ms = numbers
     kinds = yield [lookups.live_worker_ids(keys, now_ms, overflow=each) for each in (False, True)]
     reports = yield [lookups.worker_stats(keys, worker_id) for worker_id in chain(*kinds)]

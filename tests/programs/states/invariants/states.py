@@ -173,8 +173,9 @@ def what_has_ended_goes_and_what_lives_stays(world: World, view: View) -> Proble
 
 
 def a_place_in_the_queue_is_kept(world: World, view: View) -> Problems:
-    """A request that was given back, or that is or was delayed, has the score of its arrival with
-    the priority of its payload."""
+    """A waiting or delayed request keeps its score: the time at which it arrived, plus the part
+    that the priority in its payload adds. This also holds after a worker has given the
+    request back."""
     for request_id in view.pending.keys() | view.delayed.keys():
         kept, priority = view.fields(request_id).get("score"), view.priority(request_id)
         expected = world.by_id[request_id].arrived_ms + priority * 60_000
