@@ -3,4 +3,4 @@
 TARGET_SECONDS = 30.0
 """The longest time in seconds that a request should wait."""
 HOLD_SECONDS = 60.0
-"""Seconds for which fewer workers must be enough before a worker is stopped."""
+"""A worker is stopped after fewer workers were enough for this many seconds."""

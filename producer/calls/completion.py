@@ -305,8 +305,11 @@ async def with_model_and_style(
 async def model_and_style(
     served: ServedQueue, *, needs_style: bool = True
 ) -> tuple[str, OutputStyle | None]:
-    """Returns the queue's model and output style, which workers store before the first event. The
-    style may be None, and may be out of date unless `needs_style`. Raises RedisSideError."""
+    """Returns the queue's model and output style, which workers store before the first event.
+
+    The style is None if no worker has stored one. Without `needs_style`, the style may also be None
+    because the gateway has not read it yet. Raises RedisSideError.
+    """
     with explained(served.client.url):
         view = await served.view()
         lacks_style = view.output_style is None and needs_style

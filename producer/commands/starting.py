@@ -136,7 +136,9 @@ def supervise(
     hold_seconds: Annotated[
         float,
         typer.Option(
-            "--hold", min=0, help="Seconds for which fewer workers must be enough before one ends."
+            "--hold",
+            min=0,
+            help="A worker ends after fewer workers were enough for this many seconds.",
         ),
     ] = HOLD_SECONDS,
     redis: Redis = None,

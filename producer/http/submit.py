@@ -139,10 +139,10 @@ async def read_call(
     *,
     check: Callable[[], Awaitable[object]] | None = None,
 ) -> AsyncIterator[IncomingCall]:
-    """Context manager that takes one request from the caller's rate, reads the call, and yields it.
+    """Context manager that charges one request to the caller's rate, reads the call, and yields it.
 
-    After the block, the call's bytes return to the budget. `check` runs before the body is read.
-    `history` is needed for calls that may continue a response.
+    Until the block ends, the body counts as memory that bodies use. `check` runs before the body is
+    read. `history` is needed for calls that may continue a response.
     """
     await admit_call(gateway, caller)
     if check is not None:

@@ -48,7 +48,8 @@ class Reaper:
 
     async def run_once(self) -> None:
         """Return requests with expired leases to the queue, and search one page of keys for
-        orphans. While another worker reaps, or after an outage, only try to take the lease.
+        orphans. While another worker reaps, or after an outage, only try to take the
+        lease of the reaper, which one worker has at a time.
 
         Raises RedisError, OSError.
         """

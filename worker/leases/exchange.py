@@ -168,7 +168,7 @@ class Exchange:
         If no live worker can serve the field, this worker keeps the lease, so that the calling code
         can end the request. In three cases, the request nevertheless goes back, with a delay:
 
-        - The name is `OVERFLOW`. A worker that can serve the request may start later.
+        - The name is `OVERFLOW`: the request is too long for this worker. A larger one may start.
         - An earlier attempt has generated output. That attempt's worker may return.
         - This worker started, or an outage ended, only now. Other workers may send heartbeats soon.
 

@@ -142,7 +142,8 @@ class TextStream:
         return self._prefix + text if self._num_tokens == 1 else text
 
     def flush(self) -> str:
-        """End the output. Returns the text that was held back, up to a stop string."""
+        """End the output. Returns the text that was held back, but of text with a stop string only
+        the part before the stop string."""
         return self._release(self._decoder.flush()) + self._stop.flush()
 
     def replay(self, token_ids: Iterable[int]) -> str:

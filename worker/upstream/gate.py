@@ -52,7 +52,8 @@ class Gate:
 
     @property
     def limit(self) -> int:
-        """The current limit of streams, at least 1, so that an idle worker can test for room."""
+        """The most streams that may run on the server now. With at least one, a worker learns from
+        that stream when the server has capacity again."""
         return max(1, int(self._most))
 
     @property

@@ -122,7 +122,7 @@ class LayerSpec:
         )
 
     def in_fp8(self) -> LayerSpec:
-        """Returns this layer with K and V in fp8, which needs no scale."""
+        """Returns a copy of this spec with K and V in fp8. No scales are stored."""
         return replace(self, key_dtype=torch.float8_e4m3fn, value_dtype=torch.float8_e4m3fn)
 
 

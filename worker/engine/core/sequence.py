@@ -97,9 +97,9 @@ class Sequence:
         return self.is_decode(self.num_computed_tokens, self.num_uncomputed_tokens)
 
     def is_decode(self, start: int, num_tokens: int) -> bool:
-        """Whether `num_tokens` tokens from `start` on are a decode: one token, or a few output
-        tokens. A model with recurrent layers computes accepted drafts again, so a decode may have
-        several tokens."""
+        """Whether computing `num_tokens` tokens from `start` on is a decode: one token of any kind,
+        or a few output tokens. A model with recurrent layers computes the drafts that were accepted
+        in the last step again, which makes several output tokens."""
         return num_tokens <= (1 if start < self.num_prompt_tokens else MAX_ROWS)
 
     @property

@@ -3,10 +3,11 @@
 
 The keys and values of all heads are products of one small vector for each token, the latent:
 
-    query = query_up(query_norm(query(x)))        latent, key = split(down(x))
+    query = query_up(query_norm(query_down(x)))   latent, key = split(down(x))
     scores of a head = query . (key_up(norm(latent)), key)        value = value_up(norm(latent))
 
-All heads share `key`. Only `key` and the last numbers of each query are rotated.
+`(a, b)` is one vector: `a`, then `b`. All heads share `key`. Only `key` and the last numbers of
+each query are rotated.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class RecurrenceParts:
 
     @property
     def time_inputs(self) -> int:
-        """The number of columns of `inputs` for the time steps. If `times_up` is set, these columns
-        are what `times_up` reads; otherwise they are the time steps."""
+        """The number of columns of `inputs` for the step sizes (Mamba's dt). If `times_up` is set,
+        `times_up` computes the step sizes from these columns; else the columns are step sizes."""
         return len(self.time_bias) if self.times_up is None else self.times_up.in_features
 
     @property

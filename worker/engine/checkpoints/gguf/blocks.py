@@ -1,7 +1,8 @@
 """Converts the blocks of GGUF files to the format of promptq's matrix products.
 
-Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has 32 or 256 inputs of one
-output. Each reader's docstring lists the content of a block, in the order of its bytes.
+Source: ggml/src/ggml-common.h and ggml-quants.c of llama.cpp. A block has the weights of one
+output for 32 or 256 inputs. Each reader's docstring lists the content of a block, in the order of
+its bytes.
 """
 
 from __future__ import annotations
