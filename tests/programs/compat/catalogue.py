@@ -125,8 +125,8 @@ PROGRAMS = {
             "conformance tests",
             {
                 "Image Input": "images are not served",
-                "Error Handling": "errors are expected for calls without a model, which the"
-                " gateway's own queue serves",
+                "Error Handling": "the tests expect an error for a call without `model`, but"
+                " the gateway's own queue serves the call",
             },
         ),
         Program(
