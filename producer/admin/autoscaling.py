@@ -106,10 +106,9 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         raise ConfigurationError(f"target: {target_seconds} is not a number of seconds above 0")
     wanted = _wanted(work, target_seconds)
     reason = max(wanted, key=wanted.__getitem__)
-    each = work.seconds_of_answer
 
-    def seconds(count: float) -> float | None:
-        return None if each is None else round(count * each, 3)
+    def seconds(tokens: float) -> float | None:
+        return round(tokens / work.tokens_of_worker, 3) if work.tokens_of_worker else None
 
     return Scaling(
         queue=queue,
@@ -120,11 +119,11 @@ def scaling_of(queue: str, work: Work, target_seconds: float = TARGET_SECONDS) -
         waiting=work.num_waiting,
         running=work.num_active,
         due_soon=work.num_delayed,
-        waiting_seconds=seconds(work.num_waiting),
-        running_seconds=seconds(work.num_active * _HALF_DONE),
-        arriving_seconds=seconds(work.tokens_requested / work.tokens_of_answer),
+        waiting_seconds=seconds(work.tokens_waiting),
+        running_seconds=seconds(_tokens_running(work)),
+        arriving_seconds=seconds(work.tokens_requested),
         oldest_seconds=work.oldest_ms / 1000,
-        deadlines_at_risk=_at_risk(work, each),
+        deadlines_at_risk=_at_risk(work, work.seconds_of_answer),
         tokens_per_second=work.tokens_of_worker or None,
         tokens_per_request=round(work.tokens_of_answer, 1),
     )
@@ -155,7 +154,9 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
         return wanted
     if num_waiting > num_free:
         left = num_waiting + work.num_active * _HALF_DONE
-        wanted[Reason.BACKLOG] = math.ceil(min(left * each / target_seconds, left))
+        tokens = _tokens_running(work) + (0 if work.is_paused else work.tokens_waiting)
+        needed = tokens / (work.tokens_of_worker * target_seconds)
+        wanted[Reason.BACKLOG] = math.ceil(min(needed, left))
     if not work.is_paused:
         busy = work.tokens_requested / (work.tokens_of_worker * _MOST_BUSY)
         num_requests = max(1.0, work.tokens_requested * WINDOW_SECONDS / work.tokens_of_answer)
@@ -166,6 +167,11 @@ def _wanted(work: Work, target_seconds: float) -> dict[Reason, int]:
     if is_late:
         wanted[Reason.OLDEST] = work.num_workers
     return wanted
+
+
+def _tokens_running(work: Work) -> float:
+    """Returns the output tokens that running requests still need."""
+    return work.num_active * _HALF_DONE * work.tokens_of_answer
 
 
 def _for_deadlines(work: Work, each: float) -> int:

@@ -115,11 +115,19 @@ class CallReader:
     """Reads the calls of one gateway. Other processes read the large calls.
 
     These processes start when they are needed, and write to the gateway's log. Of the large bodies
-    of one tenant, only one is read at a time.
+    of one tenant, only one is read at a time. `needs_features()` returns whether `Prepared` must
+    have the features of a large call's requests.
     """
 
-    def __init__(self, readers: Readers, log_level: str, log_format: str) -> None:
+    def __init__(
+        self,
+        readers: Readers,
+        log_level: str,
+        log_format: str,
+        needs_features: Callable[[], bool],
+    ) -> None:
         self._readers = readers
+        self._needs_features = needs_features
         self._log_options = log_level, log_format
         self._idle: list[Process] = []
         self._turns = asyncio.Semaphore(_NUM_PROCESSES)
@@ -192,6 +200,7 @@ class CallReader:
             "new_id": reading.new_id,
             "aliases": dict(reading.aliases),
             "pictures": dict(reading.pictures),
+            "with_features": self._needs_features(),
         }
         parts = [body] if history is None else [body, [history]]
         reply, payloads = await self._reply_to(query, parts, caller)
@@ -298,7 +307,9 @@ def answer(
         "pictures": [*pictures],
         "call": asdict(prepared.call),
         "new": new,
-        "features": [features_of(item.request) for item in prepared.new],
+        "features": [
+            features_of(item.request) if query["with_features"] else [] for item in prepared.new
+        ],
         "rates": [asdict(rate) for rate in prepared.rates],
         "id": prepared.completion_id,
     }

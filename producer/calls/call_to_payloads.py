@@ -30,7 +30,8 @@ class Prepared:
     the caller's rate limits (`rates`).
 
     `call` has only the fields that its answer needs. `features` has the features of each request if
-    another process has read the call, because then the requests have no prompts here.
+    another process has read the call, because then the requests have no prompts here. They are
+    empty if no queue needs them.
     """
 
     call: CompletionCall

@@ -128,6 +128,10 @@ class ServedQueues:
         """The queues that were used so far, even if their server is away."""
         return [*self._opened.values()]
 
+    def guess_outputs(self) -> bool:
+        """Returns whether a queue that was used so far guesses the outputs of its requests."""
+        return any(queue._lengths is not None for queue in self._opened.values())
+
     def may_serve(self, name: str) -> bool:
         """Returns whether the gateway serves this queue, or would if a worker joined the queue."""
         return self._finds_others or name in self._names

@@ -94,7 +94,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             settings,
             queues,
             connections[0].connection_pool.connection_kwargs.get("username") or "default",
-            CallReader(READERS, settings.log_level, settings.log_format),
+            CallReader(READERS, settings.log_level, settings.log_format, queues.guess_outputs),
             cancels,
             BodyBudget(
                 max(settings.http_body_bytes_per_tenant, settings.http_max_body_bytes),

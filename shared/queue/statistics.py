@@ -123,6 +123,8 @@ class Work:
     tokens_requested: float = 0.0
     """Tokens per second that clients request: the highest half-minute average in the last minute.
     """
+    tokens_waiting: float = 0.0
+    """Expected number of output tokens of all waiting requests."""
     is_paused: bool = False
     front: float | None = None
     """The lowest score of a waiting request; None if no request waits."""
@@ -139,8 +141,8 @@ def measure_work(keys: Keys) -> Call[Work]:
     """Measures the load of a queue."""
 
     def parse(reply: list[Any]) -> Work:
-        values: list[Any] = [*map(int, reply[:7]), *map(float, reply[7:10]), bool(reply[10])]
-        values += [float(reply[11]) if reply[11] else None, [*map(int, reply[12:])]]
+        values: list[Any] = [*map(int, reply[:7]), *map(float, reply[7:11]), bool(reply[11])]
+        values += [float(reply[12]) if reply[12] else None, [*map(int, reply[13:])]]
         return Work(*values)
 
     return Call("measure_work", [SOON_MS, _MOST_DEADLINES], parse, keys=keys)

@@ -331,6 +331,27 @@ def test_a_backlog_is_begun_within_the_target(connection: Any, client: Client) -
     assert client.scaling(target_seconds=100).desired == 2
 
 
+@pytest.mark.parametrize(("guess", "expected"), [(2 * TOKENS, 2 * TOKENS), (10**9, 3 * TOKENS)])
+def test_expected_outputs_count_as_far_as_guesses_came_true(
+    connection: Any, client: Client, guess: int, expected: int
+) -> None:
+    """A guess counts as at most the longest of the last answers."""
+    connection.xadd(KEYS.statistics, {"worker_tokens_per_second": RATE})
+    connection.hset(KEYS.config, "shortest_first_ms", 500)
+    lengths = [TOKENS // 2, TOKENS // 2, TOKENS // 2, 3 * TOKENS, TOKENS // 2] * 20
+    connection.rpush(KEYS.prefix + "outputs", *(f"1 {length}" for length in lengths))
+    for _ in range(20):
+        client.enqueue("Once", expected_tokens=guess, max_tokens=10**9)
+        client.enqueue("Once")
+    without_trust, mean = client.scaling(10), sum(lengths) / len(lengths)
+    pairs = [f"{length} {length}" for length in lengths]
+    connection.rpush(KEYS.prefix + "statistics:guesses", *pairs)
+    with_trust = client.scaling(10)
+    assert without_trust.waiting_seconds == 40 * mean / RATE
+    assert with_trust.waiting_seconds == 20 * (mean + expected) / RATE
+    assert without_trust.desired < with_trust.desired
+
+
 @pytest.mark.parametrize("target", [0, -1, float("nan"), float("inf")])
 def test_a_target_that_is_no_time_is_refused(client: Client, target: float) -> None:
     with pytest.raises(ConfigurationError, match="target"):

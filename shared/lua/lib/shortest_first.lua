@@ -38,16 +38,19 @@ function shortest_first.guess(expected_tokens, max_output)
   return guess and math.max(0, math.min(guess, max_output or guess))
 end
 
+-- The expected output of a request with a guess, if that of a request without a guess is `otherwise`.
+function shortest_first.expected_output(guess, otherwise)
+  mean = mean or work.tokens_of_answer()
+  trust = trust or measure_trust()
+  return otherwise + trust * (guess - otherwise)
+end
+
 -- How much later (ms) a request comes, or sooner if negative, than one as long as the mean of the last answers.
 -- A request of unknown length counts as one of the mean, so such requests keep their order of arrival.
 local function shift_ms(guess, max_output)
   if most_ms() <= 0 then return 0 end
   mean = mean or work.tokens_of_answer()
-  local expected = mean
-  if guess then
-    trust = trust or measure_trust()
-    expected = mean + trust * (guess - mean)
-  end
+  local expected = guess and shortest_first.expected_output(guess, mean) or mean
   local tokens = math.max(0, math.min(expected, max_output or expected))
   return most_ms() * (math.min(LONGEST, tokens / mean) - 1)
 end

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, arguments, pictures, requests, pending, ending, tenants, fair_share, running_limits, abilities, overflow, affinity
+-- uses: keys, numbers, server, arguments, pictures, requests, pending, ending, tenants, fair_share, running_limits, abilities, overflow, affinity, shortest_first
 -- Give a worker the requests for which it has room, in queue order.
 -- ARGV by name, or by position:
 --   1 worker: its id
@@ -178,7 +178,12 @@ local function prompt_tokens_of(fields)
   return numbers.whole(fields.prompt_tokens) or requests.estimated_prompt(fields.payload)
 end
 
+-- A guess only lowers the cost. If requests outgrow their costs, the worker preempts some.
 local function cost_of(fields, output)
+  if fields.expected_tokens then
+    local guess = math.max(0, math.min(numbers.whole(fields.expected_tokens, output), output))
+    output = math.ceil(shortest_first.expected_output(guess, output))
+  end
   local max_tokens = requests.requested_output(fields.payload) or output
   return math.max(0, math.min(prompt_tokens_of(fields) + math.min(max_tokens, output), capacity))
 end
@@ -276,7 +281,7 @@ local function examine(queue, turn)
   if wrong then return refuse(id, wrong) end
   local fields = requests.read(id, 'payload', 'state', 'cancelled', 'attempt', 'prompt_tokens',
     'seed', 'nonce', 'enqueued_at', 'priority', 'passed', 'last_event', 'tenant', 'tokens', 'suspect', 'needs',
-    'foreign', 'pictures')
+    'foreign', 'pictures', 'expected_tokens')
   if not fields then
     return refuse(id, 'request: the key promptq:{queue}:request:ID is not a hash')
   end
@@ -335,7 +340,7 @@ end
 
 for _, id in ipairs(last_claimed) do
   local fields = requests.read(id, 'payload', 'fence', 'attempt', 'score', 'seed', 'enqueued_at',
-    'prompt_tokens', 'suspect', 'tenant', 'foreign', 'pictures')
+    'prompt_tokens', 'suspect', 'tenant', 'foreign', 'pictures', 'expected_tokens')
   local has_log = redis.call('TYPE', keys.tokens(id)).ok == 'stream'
   local tenant = keys.tenant_name(fields.tenant)
   local turn = tenant ~= '' and fields.score or nil

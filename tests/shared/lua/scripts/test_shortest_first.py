@@ -217,6 +217,24 @@ def test_guesses_that_show_nothing_move_no_request(
     assert shift_of(client, shortest_first, "b") == -MOST_MS / 2, "max_tokens is no guess"
 
 
+@pytest.mark.parametrize(
+    ("guess", "expected"), [(7, 7), (2 * MEAN, MEAN * 3 // 2), (10**12, MEAN * 3 // 2)]
+)
+def test_a_guess_lowers_the_cost_of_a_request_if_guesses_came_true(
+    client: Any, shortest_first: RequestQueue, guess: int, expected: int
+) -> None:
+    """Without a guess, a request costs the output that 9 of 10 answers do not exceed."""
+    put(shortest_first, "unknown", prompt="Once")
+    put(shortest_first, "guessed", prompt="Once", expected_tokens=guess)
+    claims = shortest_first.take_batch(ROOM)
+    costs = {claim.request_id: claim.cost for claim in claims}
+    assert costs["unknown"] - costs["guessed"] == MEAN * 3 // 2 - expected
+    shortest_first.release([held(claim) for claim in claims])
+    client.delete(shortest_first.keys.prefix + "statistics:guesses")
+    costs = {claim.request_id: claim.cost for claim in shortest_first.take_batch(ROOM)}
+    assert costs["unknown"] == costs["guessed"], "no guess has come true"
+
+
 def test_finished_requests_show_how_well_their_lengths_were_expected(
     client: Any, queue: RequestQueue
 ) -> None:
