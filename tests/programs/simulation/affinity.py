@@ -39,8 +39,8 @@ _OUTPUT = 16
 _AGENT_SIZES, _AGENT_SLOWNESS = ((8, 1500),), 40
 """Blocks and speed of an agent's model. One token here stands for several, so that this costs less
 time, while the tools' times are real."""
-_AGENTS_PER_SECOND = 0.9 * 0.145
-"""Agents that begin, for each worker: a load of 0.9. A worker ends 0.145 in a second if all begin
+_AGENTS_PER_SECOND = 0.9 * 0.178
+"""Agents that begin, for each worker: a load of 0.9. A worker ends 0.178 in a second if all begin
 at once, with `affinity_ms` 500 and unlimited caches."""
 
 HEAD = """\

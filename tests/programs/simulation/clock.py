@@ -22,6 +22,8 @@ class Machine(Protocol):
 
     def monotonic(self) -> float: ...
 
+    def perf_counter(self) -> float: ...
+
     def wall(self) -> float: ...
 
     def entropy(self, size: int) -> bytes: ...
@@ -38,8 +40,8 @@ def install() -> None:
     `running`."""
     _replace(time, "monotonic", lambda machine: machine.monotonic())
     _replace(time, "monotonic_ns", lambda machine: int(machine.monotonic() * 1e9))
-    _replace(time, "perf_counter", lambda machine: machine.monotonic())
-    _replace(time, "perf_counter_ns", lambda machine: int(machine.monotonic() * 1e9))
+    _replace(time, "perf_counter", lambda machine: machine.perf_counter())
+    _replace(time, "perf_counter_ns", lambda machine: int(machine.perf_counter() * 1e9))
     _replace(time, "time", lambda machine: machine.wall())
     _replace(time, "time_ns", lambda machine: int(machine.wall() * 1e9))
     _replace(time, "sleep", lambda machine, seconds: machine.sleep(seconds))

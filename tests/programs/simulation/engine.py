@@ -10,8 +10,10 @@ from collections.abc import Callable
 from promptq.worker.engine.api.messages import EngineRequest, StepOutput
 from promptq.worker.engine.api.port import Engine
 from promptq.worker.engine.core.llm_engine import LLMEngine
+from promptq.worker.engine.core.runner import SampledToken
 from promptq.worker.engine.core.sequence import Batch
 from promptq.worker.serve.engine_thread import EngineThread
+from tests.programs.simulation.loop import Process
 from tests.programs.simulation.step_costs import step_seconds
 from tests.support.model_free import ModelFreeRunner, ModelFreeStep
 
@@ -32,6 +34,39 @@ class CountingRunner(ModelFreeRunner):
         return slowness * step_seconds(self.num_tokens) * (0.5 + rng.random())
 
 
+class SimulatedRunner(CountingRunner):
+    """A runner whose steps take virtual time, `slowness` times as long as measured ones.
+
+    `collect` returns at once, but the engine's clock then shows the end of the step. The caller
+    lets the `seconds` of the step pass.
+    """
+
+    seconds = 0.0
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        process: Process,
+        rng: random.Random,
+        slowness: float,
+    ) -> None:
+        super().__init__(num_blocks, block_size)
+        self._process = process
+        self._rng = rng
+        self._slowness = slowness
+
+    def collect(self, launched: ModelFreeStep) -> list[list[SampledToken]]:
+        self.seconds = self.seconds_of_step(self._slowness, self._rng)
+        self._process.computed_seconds = self.seconds
+        return super().collect(launched)
+
+    async def pass_time(self) -> None:
+        """Let the time of the last step pass."""
+        await asyncio.sleep(self.seconds)
+        self._process.computed_seconds = 0.0
+
+
 def engine_of(runner: CountingRunner, num_slots: int) -> LLMEngine:
     """Returns the engine of a world's worker."""
     return LLMEngine(runner, max_num_seqs=num_slots, max_num_batched_tokens=64, prefill_chunk=32)
@@ -40,25 +75,20 @@ def engine_of(runner: CountingRunner, num_slots: int) -> LLMEngine:
 class SimulatedEngine(EngineThread):
     """An `EngineThread` that starts no thread: a task of the event loop computes the steps.
 
-    The outputs of a step arrive when the step is over. A step takes about `slowness` times as long
-    as a measured one. For each output, calls `note` with the request and the number of tokens so
-    far. The third argument of `note` is True for the first output of an attempt or after a
-    preemption.
+    The outputs of a step arrive when the step is over. For each output, calls `note` with the
+    request and the number of tokens so far. The third argument of `note` is True for the first
+    output of an attempt or after a preemption.
     """
 
     def __init__(
         self,
         engine: Engine,
-        runner: CountingRunner,
-        rng: random.Random,
-        slowness: float,
+        runner: SimulatedRunner,
         note: Callable[[str, int, bool], None],
     ) -> None:
         super().__init__(engine)
         self.engine = engine
         self._runner = runner
-        self._rng = rng
-        self._slowness = slowness
         self._note = note
         self._requests: dict[int, tuple[str, int]] = {}
         """By sequence: the request, and the number of its tokens so far."""
@@ -101,7 +131,7 @@ class SimulatedEngine(EngineThread):
                 self.num_late_outputs += sum(
                     output.sequence_id in self._aborted for output in step.outputs
                 )
-                await asyncio.sleep(self._runner.seconds_of_step(self._slowness, self._rng))
+                await self._runner.pass_time()
                 self._note_tokens(step)
                 while len(self._outbox) >= _MOST_UNFETCHED_STEPS and not self._stopping:
                     self._last_progress = time.monotonic()

@@ -75,6 +75,8 @@ class Process:
         """The thread of a process with blocking code: a `BlockingThread`."""
         self.wall_ahead = 0.0
         """Seconds by which the clock of the machine is ahead."""
+        self.computed_seconds = 0.0
+        """Seconds of the engine's last step that have yet to pass; `perf_counter` adds them."""
         self._rate = rate
         self._rng = random.Random(f"{loop.seed} {self.pid}")
         self._kept: list[Any] = []
@@ -83,6 +85,9 @@ class Process:
 
     def monotonic(self) -> float:
         return self.pid * 1000 + self.loop.now * self._rate
+
+    def perf_counter(self) -> float:
+        return self.monotonic() + self.computed_seconds
 
     def wall(self) -> float:
         return EPOCH + self.loop.now * self._rate + self.wall_ahead

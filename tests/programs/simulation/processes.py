@@ -26,7 +26,7 @@ from promptq.worker.serve.worker import Worker
 from promptq.worker.text.tokenizer import ByteTokenizer
 from tests.programs.chaos.audit.records import Claimed, Kind, Queue, Seen, SeenEvent, Sent
 from tests.programs.simulation.auditor import Stream, is_cancelled_while_it_runs
-from tests.programs.simulation.engine import CountingRunner, SimulatedEngine, engine_of
+from tests.programs.simulation.engine import SimulatedEngine, SimulatedRunner, engine_of
 from tests.programs.simulation.loop import PROCESS, Process
 from tests.programs.simulation.notes import Claim, Drain, DueClaim, Notes, Step
 from tests.support.model_free import END_TOKEN_ID
@@ -142,14 +142,9 @@ class WorkerProgram:
         client = await open_when_there(URL, _WAIT_SECONDS)
         try:
             num_slots, num_blocks = self._rng.choice(self._sizes)
-            runner = CountingRunner(num_blocks, BLOCK_SIZE)
-            self.engine = SimulatedEngine(
-                engine_of(runner, num_slots),
-                runner,
-                self._rng,
-                slowness=self._rng.choice([1, 4, 10]),
-                note=self._note_step,
-            )
+            slowness = self._rng.choice([1, 4, 10])
+            runner = SimulatedRunner(num_blocks, BLOCK_SIZE, self.process, self._rng, slowness)
+            self.engine = SimulatedEngine(engine_of(runner, num_slots), runner, self._note_step)
             served = Served(
                 engine=self.engine,
                 tokenizer=ByteTokenizer(),

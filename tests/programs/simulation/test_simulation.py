@@ -8,12 +8,17 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from promptq.shared.protocol.request import SamplingParams
+from promptq.worker.engine.api.messages import EngineRequest
+from tests.programs.simulation.engine import SimulatedRunner, engine_of
+from tests.programs.simulation.loop import Process, SimulatedLoop
 from tests.programs.simulation.mutants import QUICK
 from tests.programs.simulation.plan import Fault, Plan, PlannedFault
 from tests.programs.simulation.server import ServerProcess, compile_library
@@ -94,6 +99,19 @@ def test_idle_workers_send_at_most_5_commands_a_second() -> None:
     rows = [line.strip("| ").split(" | ") for line in ended.stdout.splitlines()[2:]]
     assert [row[0] for row in rows] == ["1", "3"]
     assert all(1 < float(row[1]) <= 5 for row in rows), ended.stdout
+
+
+def test_an_engine_measures_the_virtual_seconds_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(SimulatedLoop("1", 1), "worker")
+    monkeypatch.setattr(time, "perf_counter", process.perf_counter)
+    runner = SimulatedRunner(36, 8, process, random.Random(1), slowness=10)
+    engine = engine_of(runner, num_slots=8)
+    engine.add(EngineRequest(1, [1] * 20, SamplingParams(), seed=0, max_tokens=2))
+    stats = engine.step().stats
+    assert runner.seconds > 0
+    assert stats.step_seconds == pytest.approx(runner.seconds)
 
 
 def test_a_world_is_compared_with_real_processes() -> None:

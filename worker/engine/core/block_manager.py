@@ -27,6 +27,8 @@ class BlockManager:
 
     Eviction is LRU (least recently used): when no block is free, the manager allocates the block
     that has been cached longest. A sequence's last blocks are evicted before its first ones.
+    Sessions get no other treatment: keeping their blocks for a learned time between turns gained
+    nothing with simulated agents, because the order of eviction among sessions stays the same.
 
     With `shares_tenants` the hash leaves the tenant out, so that tenants find each other's
     prefixes. The manager then notes which tenants sent a block. A tenant's cached tokens count only
