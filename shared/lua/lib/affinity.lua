@@ -78,10 +78,11 @@ local function read_lists(window)
   end
 end
 
--- Whether a worker lives and has a free slot, by its last claim or its last report, whichever came later.
-local rooms, num_looked_up = {}, 0
-local function has_room(id)
-  if rooms[id] == nil and num_looked_up < MAX_LOOKED_UP then
+-- Whether a worker runs and has a free slot, by its last claim or its last report, whichever came later. A session's
+-- worker may be full: while it is, other workers would compute the whole session again, and evict other sessions.
+local runs, rooms, num_looked_up = {}, {}, 0
+local function may_take(id, is_session)
+  if runs[id] == nil and num_looked_up < MAX_LOOKED_UP then
     num_looked_up = num_looked_up + 1
     local report = redis.pcall('HMGET', keys.prefix .. 'worker:' .. id, 'state', 'max_num_seqs', 'heartbeat_at',
       'num_running', 'num_waiting', 'num_prefetched')
@@ -89,9 +90,10 @@ local function has_room(id)
     for nth = 4, 6 do num_held = num_held + numbers.whole(report[nth], 0) end
     local at, num_then = string.match(type(last_claim) == 'string' and last_claim or '', '^(%d+) (%d+)$')
     if at and tonumber(at) > numbers.whole(report[3], 0) then num_held = tonumber(num_then) end
-    rooms[id] = report[1] == 'running' and num_held < numbers.whole(report[2], 0)
+    runs[id] = report[1] == 'running'
+    rooms[id] = runs[id] and num_held < numbers.whole(report[2], 0)
   end
-  return rooms[id] or false
+  return is_session and runs[id] or rooms[id] or false
 end
 
 local function holds(holders)
@@ -102,7 +104,7 @@ local function holds(holders)
 end
 
 -- How much of a request this worker holds: nothing (0), a prefix (1 to 4) or its session (5). The second result is
--- whether the worker leaves the request to another one, which has room and holds more: its session or longest prefix.
+-- whether the worker leaves the request to another one, which may take it and holds more: its session or longest prefix.
 local NOBODY = {}
 local function look_at(entry)
   if not next(entry.holders) then return 0, false end
@@ -112,7 +114,7 @@ local function look_at(entry)
     if holds(holders) then return worth, false end
     if may_leave and worth >= entry.num_prefixes then
       for _, id in ipairs(holders) do
-        if has_room(id) then return 0, true end
+        if may_take(id, worth == SESSION) then return 0, true end
       end
     end
   end

@@ -120,7 +120,7 @@ def test_a_worker_leaves_for_a_moment_what_another_one_with_room_holds(
     assert ids(queue.take_batch(ROOM)) == ["d", "c"]  # now this one holds that part, too
 
 
-@pytest.mark.parametrize("state", ["dead", "full", "draining"])
+@pytest.mark.parametrize("state", ["dead", "draining"])
 def test_nothing_is_left_for_a_worker_that_cannot_take_it(
     client: Any, queue: RequestQueue, other: RequestQueue, state: str
 ) -> None:
@@ -128,12 +128,23 @@ def test_nothing_is_left_for_a_worker_that_cannot_take_it(
     other.take_batch(ROOM)
     if state == "dead":
         client.delete(queue.keys.worker("w2"))
-    elif state == "full":
-        let_live(other, num_running=4)
     else:
         client.hset(queue.keys.worker("w2"), "state", state)
     put_of(queue, "b", "s")
     assert ids(queue.take_batch(ROOM)) == ["b"]
+
+
+def test_only_sessions_are_left_for_a_full_worker(
+    client: Any, queue: RequestQueue, other: RequestQueue
+) -> None:
+    put_of(queue, "a", "s", ["long"])
+    other.take_batch(ROOM)
+    let_live(other, num_running=4)
+    put_of(queue, "b", "t", ["long"])
+    put_of(queue, "c", "s", ["long"])
+    assert ids(queue.take_batch(ROOM)) == ["b"]
+    wait_over(client, queue, "c")
+    assert ids(queue.take_batch(ROOM)) == ["c"]
 
 
 def test_a_claim_says_what_affinity_did(
