@@ -27,10 +27,8 @@ class AffinityStats(BaseModel):
 
     def __str__(self) -> str:
         """Returns a line for people."""
-        text = (
-            f"{self.held:,} requests claimed where their beginning was, {self.missed:,} elsewhere"
-        )
-        text += f"; {self.left:,} first left to other workers"
+        text = f"{self.held:,} hits, {self.missed:,} misses"
+        text += f"; {self.left:,} requests waited for another worker"
         if self.cached_tokens is None:
             return text
         return f"{text}; {self.cached_tokens:,} prompt tokens from the cache"

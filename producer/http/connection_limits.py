@@ -177,6 +177,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise ValueError("too many requests wait behind one")  # the parser ends in status 400
         self.cycle.scope["extensions"] = {PIECES: {"write": partial(_write, self.cycle)}}
         if self.scope["http_version"] == "1.0":
+            # Uvicorn's `send` is a method. A function here hides the method for this cycle only.
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
             # A client of HTTP/1.0 would read `100 Continue` as the answer.
             self.cycle.waiting_for_100_continue = False

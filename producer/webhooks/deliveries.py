@@ -73,12 +73,13 @@ class DeadWebhook(BaseModel):
     reason: str
 
 
-def read_dead(connection: redis.Redis, keys: Keys, limit: int = 1000) -> list[DeadWebhook]:
-    """Returns webhooks that failed permanently, the latest first, without invalid entries."""
+def read_dead(connection: redis.Redis, keys: Keys) -> list[DeadWebhook]:
+    """Returns the latest 1000 webhooks that failed permanently, the latest first, without invalid
+    entries."""
     client = client_of(connection, keys)
     entries: list[Any] = []
     with errors_logged(keys.webhooks_dead):
-        entries = client.xrevrange(keys.webhooks_dead, count=limit)
+        entries = client.xrevrange(keys.webhooks_dead, count=1000)
     return readable(keys.webhooks_dead, entries, _dead_of)
 
 

@@ -32,8 +32,8 @@ def test_stats_show_what_affinity_does_while_it_is_on(run: Run, redis_url: str) 
         assert "affinity:" not in run("stats").stdout
         client.queue.redis.hset(KEYS.config, "affinity_ms", 100)
     line = (
-        "affinity: 1,200 requests claimed where their beginning was, 3 elsewhere; 2 first left to"
-        " other workers; 45,000 prompt tokens from the cache"
+        "affinity: 1,200 hits, 3 misses; 2 requests waited for another worker; 45,000 prompt tokens"
+        " from the cache"
     )
     assert line in " ".join(run("stats").stdout.split())
     shown = json.loads(run("stats", "--json").stdout)["affinity"]

@@ -42,9 +42,9 @@ class Receiver:
         return [headers for at, headers, _ in list(self.calls) if at == path]
 
 
-def secret_of(tenant: str, version: int = 1) -> str:
+def secret_of(tenant: str) -> str:
     """Derives a tenant's secret from MASTER, by the rule in docs/jobs.md."""
-    what = f"promptq webhook {version} default {tenant}".encode()
+    what = f"promptq webhook 1 default {tenant}".encode()
     key = base64.b64decode(MASTER.removeprefix("whsec_"))
     made = hmac.new(key, what, hashlib.sha256).digest()
     return "whsec_" + base64.b64encode(made).decode()

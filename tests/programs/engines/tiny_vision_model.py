@@ -25,7 +25,7 @@ _TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
-def save_vision_model(folder: Path, seed: int = 0) -> Path:
+def save_vision_model(folder: Path) -> Path:
     """Saves the model and the files of its processor in `folder`. Returns the folder."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_MARKS)})
@@ -59,7 +59,7 @@ def save_vision_model(folder: Path, seed: int = 0) -> Path:
         vision_start_token_id=start,
         vision_end_token_id=end,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(config).float()
     for parameter in model.parameters():
         if parameter.dim() > 1:

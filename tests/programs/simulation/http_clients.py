@@ -49,7 +49,6 @@ class HttpStream:
     """Frames that break the rules of a stream."""
     left_at: float | None = None
     """The world's time at which the client departed for ever."""
-    num_resumed: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -168,7 +167,6 @@ class HttpClientProgram:
             except (LostError, OSError, EOFError) as error:
                 self.process.loop.tell(self.process, f"loses an answer: {error!r}")
             if not stream.is_over:
-                stream.num_resumed += bool(stream.last_event_id)
                 await asyncio.sleep(_AGAIN_SECONDS + 0.5 * self._rng.random() ** 3)
 
     async def _read(self, stream: HttpStream) -> None:

@@ -40,9 +40,9 @@ async def test_overview(
     ids = [await client.enqueue("Once", priority=it, max_tokens=3000) for it in (0, 0, -5)]
     page = await open_page()
     await expect(tile(page, "Waiting")).to_have_text("3")
-    await expect(page.get_by_text("Beginning held")).to_have_count(0)
+    await expect(page.get_by_text("Affinity hits")).to_have_count(0)
     await connection.hset(client.queue.keys.config, "affinity_ms", 5)
-    await expect(page.get_by_text("0 missed, 0 left first, 0 tokens cached")).to_be_visible()
+    await expect(page.get_by_text("0 misses, 0 waits, 0 tokens cached")).to_be_visible()
     await expect(page.get_by_text("start one with promptq worker.")).to_be_visible()
     await connection.hset(client.queue.keys.model, "standby_until", 2**53)
     await expect(page.get_by_text("a worker loads it when its turn comes")).to_be_visible()
@@ -120,6 +120,21 @@ async def test_a_worker_that_says_nothing_stands_out(connection: Any, open_page:
     await expect(page.get_by_role("row", name="alive").locator(".late")).to_have_count(0)
     await page.evaluate("location.hash = '#/worker/silent'")
     await expect(page.locator(".title .late")).to_have_text(re.compile(r"\d+\ss ago"))
+
+
+async def test_affinity_fits_into_the_row_of_tiles_and_each_worker_has_its_share(
+    connection: Any, open_page: Open
+) -> None:
+    counts = {"affinity_held": 12, "affinity_missed": 3, "affinity_left": 2}
+    stats = WorkerStats(worker_id="w", affinity_cached_tokens=45, **counts)
+    await AsyncRequestQueue(connection).run(heartbeat(stats, 60_000))
+    await connection.hset(KEYS.config, "affinity_ms", 5)
+    page = await open_page()
+    await expect(tile(page, "Affinity hits")).to_have_text("12")
+    tops = "its => its.map(it => it.getBoundingClientRect().top)"
+    assert len(set(await page.locator(".tile").evaluate_all(tops))) == 1
+    await page.evaluate("location.hash = '#/worker/w'")
+    await expect(page.get_by_text("12 hits, 3 misses, 2 waits, 45 tokens cached")).to_be_visible()
 
 
 async def test_each_page_has_its_name(open_page: Open) -> None:

@@ -40,8 +40,8 @@ def expected_tokens(request: EngineRequest, max_model_len: int) -> list[int]:
 class BrokenRunner(ModelFreeRunner):
     """Does to chosen steps or sequences what a real device may do."""
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(self) -> None:
+        super().__init__(num_blocks=64, block_size=4)
         self.fail_launch = self.fail_collect = False
         self.failing_sequence: int | None = None
         self.drop_a_token = self.lose_a_block = False

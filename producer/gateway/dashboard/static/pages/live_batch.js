@@ -39,7 +39,7 @@ function view({ stats, slots, told_at: reportedAt }, now) {
       ["Model", stats.model], ["Device", `${stats.device} ${stats.dtype}`.trim()],
       ["Host", stats.host], ["Process", String(stats.pid)], ["Up for", duration(now - stats.started_at_ms)],
       ["Prompt tokens", `${count(stats.prompt_tokens)}, and ${count(reported(stats, "cached_tokens"))} from the cache`],
-      ["Beginnings", affinityText(stats)],
+      ["Affinity", affinityText(stats)],
       ["Generated tokens", count(stats.generation_tokens)],
       ["Drafted, accepted", `${count(reported(stats, "drafted_tokens"))}, ${count(reported(stats, "accepted_tokens"))}`],
       ["Holds back because", stats.holds_back || "–"],
@@ -52,7 +52,7 @@ function view({ stats, slots, told_at: reportedAt }, now) {
 
 function affinityText(stats) {
   const { affinity_held: held, affinity_missed: missed, affinity_left: left } = stats;
-  return held + missed + left === 0 ? null : `${count(held)} held, ${count(missed)} missed, ${count(left)} left first, ${count(reported(stats, "affinity_cached_tokens"))} tokens cached`;
+  return held + missed + left === 0 ? null : `${count(held)} hits, ${count(missed)} misses, ${count(left)} waits, ${count(reported(stats, "affinity_cached_tokens"))} tokens cached`;
 }
 
 function memory(stats) {

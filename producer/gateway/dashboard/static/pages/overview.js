@@ -70,7 +70,7 @@ function tilesOf(overview, samples, now) {
     tile("Waiting", count(overview.waiting), overview.delayed ? `and ${count(overview.delayed)} delayed` : "in the queue"),
     tile("Running", count(overview.running), `of ${count(slots)} slots`),
     tile("Tokens/s", rate(overview.tokens_per_second), "generated"),
-    overview.affinity && tile("Beginning held", count(overview.affinity.held), affinityText(overview.affinity)),
+    overview.affinity && tile("Affinity hits", count(overview.affinity.held), affinityText(overview.affinity)),
     timeTile("First token", "ttft", samples, now),
     timeTile("Queue time", "queue", samples, now),
     tile("Workers", count(overview.workers.length), `${count(overview.scaling.desired)} wanted, as ${overview.scaling.because}`),
@@ -79,7 +79,7 @@ function tilesOf(overview, samples, now) {
 }
 
 function affinityText({ missed, left, cached_tokens: cached }) {
-  return `${count(missed)} missed, ${count(left)} left first, ${count(cached)} tokens cached`;
+  return `${count(missed)} misses, ${count(left)} waits, ${count(cached)} tokens cached`;
 }
 
 function prioritiesOf(overview) {
