@@ -130,6 +130,23 @@ def test_the_first_burst_is_quoted_by_the_speed_that_workers_report(
     assert (times_of(unknown), unknown.because) == ([], "no worker has reported its speed yet")
 
 
+def test_a_guess_of_the_output_moves_the_end_if_guesses_were_right(
+    client: Client, queue: RequestQueue
+) -> None:
+    measure(queue, waiting=0)
+    queue.redis.hset(queue.keys.config, "shortest_first_ms", 1000)
+    guesses = f"{queue.keys.prefix}statistics:guesses"
+
+    def end_of(expected_tokens: int) -> int | None:
+        return client.quote({"prompt": "Once", "expected_tokens": expected_tokens}).end_p50_ms
+
+    queue.redis.lpush(guesses, *[f"{nth} {nth}" for nth in range(1, 21)])
+    assert (end_of(5), end_of(10), end_of(20)) == (1000, 2000, 4000)
+    queue.redis.delete(guesses)
+    queue.redis.lpush(guesses, *[f"{nth} {21 - nth}" for nth in range(1, 21)])
+    assert (end_of(5), end_of(20)) == (2000, 2000), "guesses were wrong"
+
+
 def test_times_are_unknown_without_a_worker_or_a_measurement(
     client: Client, queue: RequestQueue
 ) -> None:

@@ -1,4 +1,4 @@
--- uses: keys, numbers, server, scores, ending, work
+-- uses: keys, numbers, server, scores, shortest_first, work
 -- How many requests run before one that waits, and the times of its start and its end.
 
 local NORMAL_P95 = 1.645 -- quantile of the standard normal distribution
@@ -71,10 +71,9 @@ end
 
 -- Times (ms) that stand for how long workers hold a request with at most `max_output` tokens: how long it waits in its
 -- worker (Little, 1961), and then the time of its output. Lengths are those of the last finished requests and, as a
--- prior, `max_output`. Speeds are those of the last minute, in any combination.
-local function ms_held(done, max_output)
-  local lengths, times = {}, {}
-  for nth, output in ipairs(ending.read_outputs()) do lengths[nth] = output[2] end
+-- prior, `max_output`; a guess moves them. Speeds are those of the last minute, in any combination.
+local function ms_held(done, max_output, guess)
+  local lengths, times = shortest_first.lengths(guess), {}
   for _ = 1, max_output < math.huge and NUM_PRIOR or 0 do lengths[#lengths + 1] = max_output end
   local in_worker = math.max(0, done.active - done.running) * done.ms / done.num
   for _, length in ipairs(spread(lengths, NUM_LENGTHS)) do
@@ -104,7 +103,7 @@ end
 
 -- The place of a request as the values of the script `place`'s reply. Its fields: `tenant`; `num_in_front`, in the
 -- queue of its tenant (nil: unknown); `delay_ms`; `is_due`, if its delay has passed; and if it does not wait yet,
--- `max_output`, the most tokens of its output.
+-- `max_output`, the most tokens of its output, and `guess`, the expected ones (nil: unknown).
 function places.of(request)
   local tenant, num_in_front, delay_ms = request.tenant, request.num_in_front, request.delay_ms
   -- A claim ends what is past its deadline, and first brings delayed requests to their places.
@@ -148,7 +147,7 @@ function places.of(request)
   local function after_delay(ms) return numbers.exact(math.ceil(delay_ms + ms)) end
   reply[13] = after_delay(ms_until_ended(expected, done, 0))
   reply[14] = after_delay(ms_until_ended(most, done, NORMAL_P95))
-  local held = request.max_output and ms_held(done, request.max_output) or {}
+  local held = request.max_output and ms_held(done, request.max_output, request.guess) or {}
   if #held > 0 then
     local ends = ms_until_end(expected, done, held)
     reply[15] = after_delay(ends[math.ceil(0.5 * #ends)])
@@ -159,7 +158,9 @@ function places.of(request)
 end
 
 -- The place of a request that would be enqueued now, after `num_before` others of the same call. `score` is text.
-function places.before_arrival(tenant, score, num_before, delay_ms, max_output)
+function places.before_arrival(tenant, score, num_before, delay_ms, max_output, guess)
   local num_in_front = count(keys.pending_of(tenant), score) + num_before
-  return places.of({tenant = tenant, num_in_front = num_in_front, delay_ms = delay_ms, max_output = max_output})
+  return places.of({
+    tenant = tenant, num_in_front = num_in_front, delay_ms = delay_ms, max_output = max_output, guess = guess,
+  })
 end
