@@ -56,5 +56,7 @@ async def quote(
     reader: Endpoint = "quotes" if endpoint is None else _QUOTED[endpoint][0]
     async with read_call(request, gateway, caller, reader, records.history) as incoming:
         served, _ = await incoming.queue()
-        found = await served.client.quote_composed(incoming.prepared.new)
+        prepared = incoming.prepared
+        new = served.with_guesses(prepared.new, prepared.features, watch=False)
+        found = await served.client.quote_composed(new)
     return {"object": "quote", **asdict(found)}

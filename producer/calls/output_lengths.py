@@ -137,21 +137,22 @@ class OutputLengths:
         self._watched: dict[str, tuple[_Model, Features]] = {}
 
     def with_guesses(
-        self, new: Sequence[NewRequest], features: Sequence[Features]
+        self, new: Sequence[NewRequest], features: Sequence[Features], *, watch: bool = True
     ) -> list[NewRequest]:
         """Returns the requests with `expected_tokens`, unless they have them. `features` has the
-        features of each request, or is empty if the requests have all fields."""
+        features of each request, or is empty if the requests have all fields. With `watch`, the
+        requests will be enqueued, and some of them are watched."""
         known = features or [features_of(item.request) for item in new]
-        return [self._with_guess(*each) for each in zip(new, known, strict=True)]
+        return [self._with_guess(*each, watch) for each in zip(new, known, strict=True)]
 
-    def _with_guess(self, new: NewRequest, features: Features) -> NewRequest:
+    def _with_guess(self, new: NewRequest, features: Features, watch: bool) -> NewRequest:
         if not features:
             return new
         tenant = new.request.tenant or ""
         self._models[tenant] = model = self._models.pop(tenant, None) or _Model()
         if len(self._models) > _MOST_TENANTS:
             del self._models[next(iter(self._models))]
-        if not new.delay_ms and self._may_watch(model):
+        if watch and not new.delay_ms and self._may_watch(model):
             self._watched[new.request_id] = model, features
         guess = model.guess(features)
         if guess is None or new.request.expected_tokens is not None:

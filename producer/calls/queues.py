@@ -65,9 +65,14 @@ class ServedQueue:
         if self._lengths is not None:
             await carry_out_async(self._lengths.learn(self.queue.keys), self.queue.run)
 
-    def with_guesses(self, new: list[NewRequest], features: Sequence[Features]) -> list[NewRequest]:
-        """Returns the requests, with guesses of their outputs if these decide their order."""
-        return new if self._lengths is None else self._lengths.with_guesses(new, features)
+    def with_guesses(
+        self, new: list[NewRequest], features: Sequence[Features], *, watch: bool = True
+    ) -> list[NewRequest]:
+        """Returns the requests, with guesses of their outputs if these decide their order. For
+        `watch`, see `OutputLengths`."""
+        if self._lengths is None:
+            return new
+        return self._lengths.with_guesses(new, features, watch=watch)
 
     async def has(self, key: str) -> bool:
         """Returns whether a Redis key of the queue exists. Raises redis.RedisError."""

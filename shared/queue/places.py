@@ -134,6 +134,8 @@ def _times_of(reply: Sequence[Any]) -> dict[str, Any]:
         because = "no worker is alive"
     elif not ended:
         because = "no output was measured in the last minute"
+    elif not p50:
+        because = "no worker has reported its speed yet"
     found = {
         "because": because,
         "in_front": num,

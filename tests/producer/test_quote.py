@@ -38,7 +38,8 @@ def queue(worker: HandWorker) -> RequestQueue:
 def measure(queue: RequestQueue, *, waiting: int = NUM_WAITING, **fields: Any) -> None:
     """Adds statistics: one worker ends 2 requests a second, each with 10 tokens. It runs 4 requests
     at once, each for 2 s."""
-    queue.run(scripts.heartbeat(WorkerStats(worker_id="w", max_num_seqs=NUM_RUNNING), 60_000))
+    stats = WorkerStats(worker_id="w", max_num_seqs=NUM_RUNNING, mean_generation_ms=2000)
+    queue.run(scripts.heartbeat(stats, 60_000))
     now_ms = int(time.time() * 1000)
     counts = {"waiting": waiting, "active": NUM_RUNNING, "running": NUM_RUNNING, "workers": 1}
     for seconds in (20, 15, 10):
@@ -107,6 +108,43 @@ def test_a_request_starts_at_once_while_a_worker_has_room(
     assert times_of(client.quote({"prompt": "Once"}))[0] > 0
     several = compose({"prompt": "Once"} for _ in range(3))
     assert client.quote_composed(several).in_front == 2
+
+
+def test_the_first_burst_is_quoted_by_the_speed_that_workers_report(
+    client: Client, queue: RequestQueue
+) -> None:
+    """Requests that came one by one do not show how many a worker can end."""
+    measure(queue, waiting=0, active=0, running=0, finished=1, tokens_per_second="2.0")
+    request = {"prompt": "Once", "max_tokens": 10}
+    quotes = []
+    for _ in range(NUM_RUNNING + NUM_WAITING):
+        quotes.append(times_of(client.quote(request)))
+        client.enqueue(**request)
+    assert all(quote[:3] == [0, 0, 2000] for quote in quotes[:NUM_RUNNING])
+    start, late_start, end, late_end = quotes[-1]
+    assert 3000 < start < 6000, "9 ends, at 2 a second, with `Once` as part of the length"
+    assert start < late_start < late_end < 40_000, "full workers are slower"
+    assert end == pytest.approx(start + 2500, abs=1000)
+    queue.run(scripts.heartbeat(WorkerStats(worker_id="w", max_num_seqs=NUM_RUNNING), 60_000))
+    unknown = client.quote(request)
+    assert (times_of(unknown), unknown.because) == ([], "no worker has reported its speed yet")
+
+
+def test_a_guess_of_the_output_moves_the_end_if_guesses_were_right(
+    client: Client, queue: RequestQueue
+) -> None:
+    measure(queue, waiting=0)
+    queue.redis.hset(queue.keys.config, "shortest_first_ms", 1000)
+    guesses = f"{queue.keys.prefix}statistics:guesses"
+
+    def end_of(expected_tokens: int) -> int | None:
+        return client.quote({"prompt": "Once", "expected_tokens": expected_tokens}).end_p50_ms
+
+    queue.redis.lpush(guesses, *[f"{nth} {nth}" for nth in range(1, 21)])
+    assert (end_of(5), end_of(10), end_of(20)) == (1000, 2000, 4000)
+    queue.redis.delete(guesses)
+    queue.redis.lpush(guesses, *[f"{nth} {21 - nth}" for nth in range(1, 21)])
+    assert (end_of(5), end_of(20)) == (2000, 2000), "guesses were wrong"
 
 
 def test_times_are_unknown_without_a_worker_or_a_measurement(

@@ -66,18 +66,23 @@ function work.tokens_of_worker_after(sample, claiming, still_waiting)
 end
 
 -- Returns the numbers of live workers and of the requests that they run. Also returns the number of workers that
--- claim (not those that drain or miss their inference server), and how many requests these take at once.
+-- claim (not those that drain or miss their inference server), and how many requests these take at once. `ends_per_ms`
+-- is how many of their mean requests these would end in a millisecond with all places taken; 0 if they ended none.
 function work.count_workers()
   local alive = redis.pcall('ZRANGE', keys.prefix .. 'workers', server.now_text, '+inf', 'BYSCORE')
   if alive.err then alive = {} end
-  local counts = {alive = #alive, running = 0, claiming = 0, places = 0}
+  local counts = {alive = #alive, running = 0, claiming = 0, places = 0, ends_per_ms = 0}
   for _, worker in ipairs(alive) do
-    local stats = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs', 'num_running')
+    local stats = redis.pcall('HMGET', keys.prefix .. 'worker:' .. worker, 'state', 'max_num_seqs', 'num_running',
+      'mean_prompt_ms', 'mean_generation_ms')
     if stats.err then stats = {'unknown'} end
     counts.running = counts.running + numbers.whole(stats[3], 0)
     if (stats[1] or 'running') == 'running' then
       counts.claiming = counts.claiming + 1
-      counts.places = counts.places + math.min(MAX_PLACES, math.max(0, numbers.whole(stats[2], 0)))
+      local places = math.min(MAX_PLACES, math.max(0, numbers.whole(stats[2], 0)))
+      local request_ms = measured(stats[4]) + measured(stats[5])
+      counts.places = counts.places + places
+      if request_ms > 0 then counts.ends_per_ms = counts.ends_per_ms + places / request_ms end
     end
   end
   return counts

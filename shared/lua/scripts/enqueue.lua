@@ -107,8 +107,8 @@ for nth, request in ipairs(fresh) do
   end
   request.score = numbers.exact(score)
   if may_refuse and deadline_ms > 0 then
-    local most = max_output or math.huge
-    local quote = places.before_arrival(request.tenant, request.score, nth - 1, tonumber(request.delay_ms), most)
+    local quote = places.before_arrival(request.tenant, request.score, nth - 1, tonumber(request.delay_ms),
+      max_output or math.huge, request.guess)
     local end_p50_ms = tonumber(quote[15]) or 0
     if end_p50_ms > deadline_ms then return {'late', request.id, request.deadline_ms, unpack(quote)} end
   end

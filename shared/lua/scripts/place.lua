@@ -24,7 +24,7 @@ if not args.id then
   local guess = shortest_first.guess(args.expected_tokens, max_output)
   local score = shortest_first.at_arrival(numbers.whole(args.priority, 0), deadline_ms, guess, max_output)
   return places.before_arrival(keys.tenant_name(args.tenant), numbers.exact(score), numbers.whole(args.num_before, 0),
-    numbers.whole(args.delay_ms, 0), max_output or math.huge)
+    numbers.whole(args.delay_ms, 0), max_output or math.huge, guess)
 end
 
 local id = args.id

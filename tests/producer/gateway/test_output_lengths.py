@@ -69,6 +69,22 @@ def test_guesses_come_in_the_order_of_the_outputs(
     assert ask(*next(in_turns(1)), expected_tokens=7) == 7
 
 
+def test_a_quote_has_the_guess_of_its_request(
+    ask: Callable[..., int | None],
+    gateway: LiveGateway,
+    everything: redis.Redis,
+    own_worker: HandWorker,
+) -> None:
+    everything.hset(KEYS.config, "shortest_first_ms", 1_000_000)
+    for call in in_turns(40):
+        ask(*call)
+    everything.hset(KEYS.config, "paused", 1)
+    own_worker.queue.enqueue(requests(1))
+    bodies = ({"prompt": f"{kind} moon", "max_tokens": 90} for kind in LENGTHS)
+    quotes = [httpx2.post(f"{gateway.url}/v1/quote", json=body).json() for body in bodies]
+    assert [quote["in_front"] for quote in quotes] == [0, 1]
+
+
 def test_a_queue_in_order_of_arrival_gets_no_guesses(
     ask: Callable[..., int | None], everything: redis.Redis
 ) -> None:
@@ -114,6 +130,7 @@ def test_a_request_that_is_not_ordered_by_its_output(
 ) -> None:
     """No place among the watched ones is taken by it."""
     lengths = OutputLengths()
+    lengths.with_guesses(requests(200), (), watch=False)
     learned(own_worker, lengths, 16)
     assert guess(lengths, **fields) == (3 if "delay_ms" in fields else None)
     assert not lengths._watched
