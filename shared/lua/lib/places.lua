@@ -39,10 +39,10 @@ local function guess_ends(done, most_tokens)
   local unended = done.num == 0 and done.tokens or 0
   local each = math.min(most_tokens, (num * lately + NUM_PRIOR * most_tokens + unended) / (num + NUM_PRIOR))
   done.variance, done.ends_per_ms = 0, 0
-  if done.num == 0 or done.most_active == 0 then done.variance = (each / lately - 1) ^ 2 end
+  if done.num == 0 or not done.were_full then done.variance = (each / lately - 1) ^ 2 end
   -- Many long answers may have begun at the same time, so that none ends for long.
   done.num = math.max(done.num, done.tokens / (done.num == 0 and each or most_tokens))
-  if done.most_active == 0 then
+  if not done.were_full then
     local workers = all_workers()
     local tokens_per_ms = work.tokens_of_worker() * workers.claiming / 1000
     if tokens_per_ms == 0 then

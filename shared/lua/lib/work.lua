@@ -124,10 +124,10 @@ function work.tokens_requested(num_waiting, num_active)
 end
 
 -- What the workers did in the last minute. Only samples in which requests waited show what the workers can do; without
--- any, all samples with output count. Returns a table: `num` finished requests and their `dispersion` (the variance of
--- a sample's number by its mean, at least 1), output `tokens`, in how many `ms`, the mean numbers of requests that were
--- `running` and that workers held (`active`), the most that a worker held while others waited (`most_active`), and in
--- each sample, the time that a running request took for a token (`ms_of_token`).
+-- any, `were_full` is false, and all samples with output count. Returns a table: `num` finished requests and their
+-- `dispersion` (the variance of a sample's number by its mean, at least 1), output `tokens`, in how many `ms`, the mean
+-- numbers of requests that were `running` and that workers held (`active`), the most that a worker held while others
+-- waited (`most_active`), and in each sample, the time that a running request took for a token (`ms_of_token`).
 function work.done_lately()
   local full, all = {}, {}
   for _, sample in ipairs(recent_samples()) do
@@ -140,7 +140,7 @@ function work.done_lately()
   end
   local chosen, squares = #full > 0 and full or all, 0
   local done = {num = 0, dispersion = 1, tokens = 0, running = 0, active = 0, most_active = 0, ms_of_token = {}}
-  done.ms = #chosen * SAMPLE_MS
+  done.ms, done.were_full = #chosen * SAMPLE_MS, #full > 0
   for _, found in ipairs(chosen) do
     done.num, done.tokens, squares = done.num + found.num, done.tokens + found.tokens, squares + found.num * found.num
     done.running, done.active = done.running + found.running / #chosen, done.active + found.active / #chosen
