@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_METRICS = ("opentelemetry.metrics", "opentelemetry.sdk.metrics")
+_METRICS = "opentelemetry.sdk.metrics"
 
 
 @contextmanager
@@ -19,15 +19,15 @@ def quick_imports() -> Iterator[None]:
     but uses them only if a program sets them up. promptq's processes never set them up. A user's
     program may set them up, so promptq as a library imports redis-py normally.
     """
-    hidden = [name for name in _METRICS if name not in sys.modules]
+    is_absent = _METRICS not in sys.modules
     was_enabled = gc.isenabled()
     gc.disable()
-    for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment] # it cannot be imported
+    if is_absent:
+        sys.modules[_METRICS] = None  # type: ignore[assignment] # it cannot be imported
     try:
         yield
     finally:
-        for name in hidden:
-            del sys.modules[name]
+        if is_absent:
+            del sys.modules[_METRICS]
         if was_enabled:
             gc.enable()

@@ -24,7 +24,7 @@ FLEET = "promptq.producer.commands.local_fleet"
 CALL_READER = "promptq.producer.apis.call_reader_process"
 HTTP = {"fastapi", "starlette", "uvicorn", "promptq.producer.http"}
 OTHERS = {  # of other commands, or of none
-    *("opentelemetry.metrics", "opentelemetry.sdk.metrics"),
+    "opentelemetry.sdk.metrics",
     *("aiohttp", "fastapi", "httpx", "jinja2", "numpy", "prometheus_client", "rq"),
     *("structlog", "tokenizers", "torch", "transformers", "uvicorn"),
     *("promptq.producer.gateway.server", "promptq.producer.commands.local_fleet.autoscaler"),
