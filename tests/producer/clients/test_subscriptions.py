@@ -289,7 +289,7 @@ async def test_a_reader_that_is_cancelled_again_and_again(
     redis_url: str, own_worker: HandWorker, num_turns: int
 ) -> None:
     """Nothing goes on with the connection it has left, whoever uses that by then."""
-    async with connected(f"{redis_url}?socket_timeout=0.1") as client:
+    async with connected(f"{redis_url}?socket_timeout=0.5") as client:
         [claim] = await enqueue(client, own_worker, 1)
         request_id, before = claim.request_id, other_tasks()
         reading = asyncio.create_task(client.result(request_id))
@@ -299,7 +299,7 @@ async def test_a_reader_that_is_cancelled_again_and_again(
             num_turns -= 1
         await asyncio.gather(reading, return_exceptions=True)
         assert other_tasks() == before
-        for _ in range(30):  # longer than silence takes to be asked about
+        for _ in range(70):  # longer than silence takes to be asked about
             assert await client.state(request_id) is RequestState.ACTIVE
             await asyncio.sleep(0.01)
 
