@@ -180,10 +180,8 @@ end
 
 -- A guess only lowers the cost. If requests outgrow their costs, the worker preempts some.
 local function cost_of(fields, output)
-  if fields.expected_tokens then
-    local guess = math.max(0, math.min(numbers.whole(fields.expected_tokens, output), output))
-    output = math.ceil(shortest_first.expected_output(guess, output))
-  end
+  local guess = fields.expected_tokens and shortest_first.guess(fields.expected_tokens, output)
+  if guess then output = math.ceil(shortest_first.expected_output(guess, output)) end
   local max_tokens = requests.requested_output(fields.payload) or output
   return math.max(0, math.min(prompt_tokens_of(fields) + math.min(max_tokens, output), capacity))
 end

@@ -14,23 +14,22 @@ local MAX_AGE_MS = 30 * 86400000 -- a score that is older is no time
 
 local mean, longest = work.tokens_of_answer(), nil
 
--- The expected output of a request with a guess. No guess counts as more than the longest of the last answers.
-local function expected_output(guess)
-  guess = numbers.whole(guess, mean)
+-- The expected output of a request. No guess counts as more than the longest of the last answers.
+local function expected_output(expected_tokens)
   if not longest then
     longest = 0
     for _, output in ipairs(ending.read_outputs()) do longest = math.max(longest, output[2]) end
   end
-  return shortest_first.expected_output(math.max(0, math.min(guess, longest)), mean)
+  local guess = shortest_first.guess(expected_tokens, longest)
+  return guess and shortest_first.expected_output(guess, mean) or mean
 end
 
 local queues, num_waiting, tokens_waiting, front, oldest = pending.queues(), 0, 0, math.huge, server.now
-local names = {'enqueued_at', server.number('shortest_first_ms', 0) > 0 and 'expected_tokens' or nil}
 local last = math.max(1, math.floor(MAX_LOOKED_AT / #queues)) - 1
 for _, key in ipairs(queues) do
   local size, first, more = redis.call('ZCARD', key), redis.call('ZRANGE', key, 0, last, 'WITHSCORES'), 0
   for nth = 1, #first, 2 do
-    local fields = requests.read(first[nth], unpack(names)) or {}
+    local fields = requests.read(first[nth], 'enqueued_at', 'expected_tokens') or {}
     -- Requests from plain commands have no time but in their score.
     local at = numbers.whole(fields.enqueued_at) or tonumber(first[nth + 1]) or server.now
     if at > server.now - MAX_AGE_MS then oldest = math.min(oldest, at) end

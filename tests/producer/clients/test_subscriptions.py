@@ -299,7 +299,7 @@ async def test_a_reader_that_is_cancelled_again_and_again(
             num_turns -= 1
         await asyncio.gather(reading, return_exceptions=True)
         assert other_tasks() == before
-        for _ in range(70):  # longer than silence takes to be asked about
+        for _ in range(70):  # longer than a reader waits before it tests a silent connection
             assert await client.state(request_id) is RequestState.ACTIVE
             await asyncio.sleep(0.01)
 
